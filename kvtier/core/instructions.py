@@ -1,0 +1,267 @@
+"""What the core wants done. The shell runs instructions in order and reports back as events.
+
+A reply (`LeaseGranted`, `SlotsReserved`, …) is the last instruction but for `Continue`: it answers
+the event that was handled. `BlockManager.handle` raises a `KVTierError` instead of replying when a
+request cannot be served; then nothing was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.events import Event, Slots
+from kvtier.types import (
+    BlockHash,
+    Cut,
+    EngineId,
+    LeaseId,
+    NamespaceId,
+    SessionId,
+    SlabId,
+    SlabSetId,
+    TierName,
+)
+
+# --------------------------------------------------------------------------------------- replies
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """Answers Acquire. `lease` is None when nothing could be leased."""
+
+    lease: LeaseId | None
+    leased_count: int  # Blocks from the first on, skip_count included.
+    slots: Slots  # Without the first skip_count blocks.
+    deadline: float
+    cut: Cut
+    epoch: int
+    tiers: tuple[tuple[TierName, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesEnded:
+    """Answers Release: how many leases that call ended."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsReserved:
+    """Answers Reserve; fewer than asked for (even none) when there are no more."""
+
+    slots: Slots
+    epoch: int
+    stock_count_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Answers Commit: one CommitOutcome a block, one byte each."""
+
+    outcomes: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    evicted_count: int
+    kept_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Answers Clear. The shell makes `epoch` durable *before* it tells anybody."""
+
+    namespace: NamespaceId
+    epoch: int
+    voided_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HintUsed:
+    used: bool
+
+
+Reply = (
+    LeaseGranted
+    | LeasesEnded
+    | SlotsReserved
+    | Committed
+    | Aborted
+    | Evicted
+    | Cleared
+    | HintUsed
+)
+
+
+# ------------------------------------------------------------------------------------ slot table
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReserved:
+    """Slot table: these slots are RESERVED by `engine` (None: the daemon itself)."""
+
+    namespace: NamespaceId
+    slots: Slots
+    engine: EngineId | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReady:
+    """Slot table: these slots hold these blocks; sequence numbers ascend from `sequence`."""
+
+    namespace: NamespaceId
+    slots: Slots
+    hashes: Sequence[BlockHash]
+    parents: Sequence[BlockHash | None]
+    epoch: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteChecksums:
+    """Slot table: add the payload checksums to READY entries."""
+
+    namespace: NamespaceId
+    slots: Slots
+    checksums: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGone:
+    """Slot table: these slots hold nothing."""
+
+    namespace: NamespaceId
+    slots: Slots
+
+
+# ------------------------------------------------------------------------------ work for the shell
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeChecksums:
+    """Compute xxh3-64 of these slots (pinned till then), answer with ChecksumsComputed."""
+
+    namespace: NamespaceId
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class BindSlabs:
+    """These slabs (one a shard, shard 0 first) belong to `namespace` now."""
+
+    namespace: NamespaceId
+    slab_set: SlabSetId
+    slabs: tuple[SlabId, ...]
+    slot_first: int
+    slot_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSlab:
+    """Send this slab to a worker process."""
+
+    session: SessionId
+    slab: SlabId
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawSlab:
+    """Ask a worker process to unmap this slab."""
+
+    session: SessionId
+    slab: SlabId
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropSlabs:
+    """Nobody maps or holds these slabs any more: punch them out and populate new ones."""
+
+    slab_set: SlabSetId
+    slabs: tuple[SlabId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQuiet:
+    """Ask the process of `session` to declare itself quiet about the lost session `about`."""
+
+    session: SessionId
+    about: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class AcknowledgeQuiet:
+    session: SessionId
+    about: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class RecallSlots:
+    """Ask the session to abort up to `count` reserved slots no copy was planned for."""
+
+    session: SessionId
+    namespace: NamespaceId
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Send `event` back after other work has had its turn."""
+
+    event: Event
+
+
+# ---------------------------------------------------------------------------------- for watchers
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    namespace: NamespaceId
+    tier: TierName
+    hashes: Sequence[BlockHash]
+    parent: BlockHash | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    namespace: NamespaceId
+    tier: TierName
+    hashes: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceCleared:
+    namespace: NamespaceId
+    epoch: int
+
+
+Instruction = (
+    Reply
+    | WriteReserved
+    | WriteReady
+    | WriteChecksums
+    | WriteGone
+    | ComputeChecksums
+    | BindSlabs
+    | OfferSlab
+    | WithdrawSlab
+    | DropSlabs
+    | RequestQuiet
+    | AcknowledgeQuiet
+    | RecallSlots
+    | Continue
+    | BlocksStored
+    | BlocksRemoved
+    | NamespaceCleared
+)

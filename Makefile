@@ -1,0 +1,69 @@
+# kvtier: `make` alone prints what there is. Everything runs in .venv, which `make setup` makes.
+
+# PYTHON       the interpreter for a new .venv (3.11 or newer); found by itself when empty
+# TORCH_INDEX  URL of a package index with the torch build you want (CPU or a CUDA version);
+#              empty: pip's own configuration decides
+# TORCH        the torch requirement; pinned, because every release brings other CUDA libraries
+PYTHON ?=
+TORCH_INDEX ?=
+TORCH ?= torch==2.13.0
+SEED ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHON TORCH_INDEX TORCH VENV
+
+# What `make test` leaves to other gates.
+OTHER_GATES := torture or vllm or gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo torture sim bench test-vllm gpu-check proto wheel clean
+
+help: ## Print this.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv with kvtier, the reference engine and the tools; cheap the second time.
+	@bash scripts/setup.sh
+
+check: setup ## Lint, types, tidy and unit tests: half a minute.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow and not ($(OTHER_GATES))" tests/tidy tests/unit
+
+test: setup ## Every test that needs no GPU and no vLLM, in short form: at most ten minutes.
+	$(BIN)/python -m pytest -m "not ($(OTHER_GATES))" tests
+
+demo: setup ## Two engines, one daemon: the second answers with the first one's KV.
+	$(BIN)/python -m kvtier.engine.demo
+
+torture: setup ## The full forms of crash, fault, soak and fuzz runs; resumable.
+	$(BIN)/python scripts/torture.py
+
+sim: setup ## Simulation on a fresh seed, or on SEED=n to replay one.
+	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \
+	echo "make sim SEED=$$seed"; \
+	KVTIER_SIM_SEED=$$seed PYTHONHASHSEED=0 $(BIN)/python -m pytest -q tests/sim
+
+bench: setup ## The benchmarks of the command line, as JSON.
+	$(BIN)/kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json
+	$(BIN)/kvtier bench transfer --json
+	$(BIN)/kvtier bench daemon --json
+	$(BIN)/kvtier bench churn --json
+
+test-vllm: ## Tests with real vLLM (not built yet).
+	@echo "make test-vllm: the vLLM connector (kvtier/connector/vllm) is not built yet" >&2; exit 1
+
+gpu-check: ## Tests on a GPU (not built yet).
+	@echo "make gpu-check: the CUDA copy path (kvtier/cuda, kernels/) is not built yet" >&2; exit 1
+
+proto: ## Generate kvtier/v1/kvtier_pb2* from proto/.
+	@bash scripts/proto.sh
+
+wheel: setup ## Build the wheel into dist/.
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
+	@ls -l dist
+
+clean: ## Remove caches and build outputs; .venv stays.
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv-proto
+	find kvtier tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,298 @@
+"""Options of the daemon: TOML -> frozen dataclasses; the only place that validates them.
+
+Owns every option's name, meaning, default and bounds. Each mistake becomes a `ConfigError` of one
+line that names the option and what it may be. `python -m kvtier.config` prints
+docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar, cast
+
+from kvtier.config_values import (
+    AUTO,
+    Address,
+    Choice,
+    Count,
+    Fraction,
+    Kind,
+    PathValue,
+    Seconds,
+    Size,
+    Text,
+)
+from kvtier.errors import ConfigError
+
+T = TypeVar("T")
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def option(default: T, kind: Kind, text: str) -> T:
+    """One option: its default, what it may be, and the sentence docs/configuration.md prints."""
+    return field(default=default, metadata={"kind": kind, "help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Sockets, state and the bounds on what clients may hold."""
+
+    socket: str = option(
+        "",
+        PathValue(),
+        "Session socket. Empty: $KVTIER_SOCKET, else /run/kvtier/kvtier.sock for root, else "
+        "below $XDG_RUNTIME_DIR or ~/.kvtier. The gRPC socket stands beside it.",
+    )
+    state_dir: str = option(
+        "",
+        PathValue(),
+        "Lock and durable epochs. Empty: $STATE_DIRECTORY, else /var/lib/kvtier for root, "
+        "else ~/.kvtier/state.",
+    )
+    tenant: str = option("", Text(256), "Tenant of everyone who connects to this socket.")
+    drain_seconds: float = option(
+        10.0,
+        Seconds(0.0, 3600.0),
+        "How long SIGTERM waits for leases and reservations to end before the daemon exits.",
+    )
+    hello_seconds: float = option(
+        5.0, Seconds(0.1, 60.0), "How long a new connection may take to say Hello."
+    )
+    sessions_max: int = option(
+        256,
+        Count(1, 4096),
+        "Sessions at once, lost ones included until their process is proven dead. Each holds "
+        "two file descriptors.",
+    )
+    namespaces_max: int = option(64, Count(1, 4096), "Namespaces in one life of the daemon.")
+    watchers_max: int = option(32, Count(1, 1024), "Watch calls at once.")
+    watch_events_max: int = option(
+        1024,
+        Count(16, 65536),
+        "Events a slow watcher may be behind before it loses some and is told so.",
+    )
+    puts_max: int = option(
+        8, Count(1, 256), "Put and Get calls at once: each holds slots for its client."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DramConfig:
+    """The DRAM tier."""
+
+    bytes: int = option(
+        AUTO,
+        Size(2 * MIB, 64 << 40, auto=True),
+        "Memory for blocks. auto: a quarter of the available memory (the cgroup's limit "
+        "counts), at most 64 GiB.",
+    )
+    slab_bytes: int = option(
+        AUTO,
+        Size(2 * MIB, GIB, auto=True),
+        "Size of one slab, a multiple of 2 MiB. auto: a sixteenth of the budget, between "
+        "64 MiB (or the whole budget) and 1 GiB.",
+    )
+    pages: str = option(
+        "auto",
+        Choice("auto", "hugetlb", "thp", "collapsed", "base"),
+        "Kind of pages. auto: the best that works here: hugetlb, thp, collapsed, then base (4 KiB).",
+    )
+    populate_threads: int = option(
+        2, Count(1, 64), "Threads that populate slabs in the background."
+    )
+    watermark_start: float = option(
+        1.0,
+        Fraction(0.05, 1.0),
+        "Share of a namespace's slots in use above which eviction starts.",
+    )
+    watermark_stop: float = option(
+        0.98, Fraction(0.0, 1.0), "Share of a namespace's slots at which eviction stops."
+    )
+    policy: str = option("lru", Choice("lru"), "Eviction policy: lru evicts a chain's tail first.")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """Leases and quarantine: how long an engine may hold what."""
+
+    seconds_max: float = option(60.0, Seconds(1.0, 3600.0), "Longest lease.")
+    margin_seconds: float = option(
+        5.0,
+        Seconds(0.1, 60.0),
+        "What is leased is reused this long after the deadline. Also the most a handshake "
+        "may take for the clocks to count as compared.",
+    )
+    per_session_max: int = option(256, Count(1, 65536), "Leases a session may hold.")
+    grace_seconds: float = option(
+        1.0,
+        Seconds(0.0, 60.0),
+        "Slots of a dead engine are withheld this long: DMA that was under way ends.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcConfig:
+    """The gRPC face."""
+
+    tcp: str = option(
+        "off",
+        Address(),
+        'Loopback address to listen on besides the Unix socket, such as "127.0.0.1:0" '
+        '(0: any free port), or "off".',
+    )
+    calls_max: int = option(512, Count(1, 65536), "Calls at once; more are refused.")
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """HTTP for people and Prometheus: /metrics and /healthz."""
+
+    address: str = option(
+        "127.0.0.1:9464", Address(), 'Loopback address (port 0: any free port), or "off".'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Log lines on standard error."""
+
+    format: str = option("text", Choice("text", "json"), "Form of a log line.")
+    level: str = option("info", Choice("debug", "info", "warning", "error"), "Least level shown.")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set; sections are TOML tables."""
+
+    server: ServerConfig = ServerConfig()
+    dram: DramConfig = DramConfig()
+    lease: LeaseConfig = LeaseConfig()
+    grpc: GrpcConfig = GrpcConfig()
+    admin: AdminConfig = AdminConfig()
+    log: LogConfig = LogConfig()
+
+
+Section = ServerConfig | DramConfig | LeaseConfig | GrpcConfig | AdminConfig | LogConfig
+
+
+def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
+    """Read `path` (defaults without one), then apply overrides such as {"dram.bytes": "4GiB"}."""
+    tables = _read(path) if path is not None else {}
+    config = parse(tables)
+    for name, value in (overrides or {}).items():
+        section, dot, key = name.partition(".")
+        if not dot:
+            raise ConfigError(f"{name!r} is no option: write SECTION.OPTION, such as dram.bytes")
+        config = _merge(config, {section: {key: value}}, from_text=True)
+    _check_together(config)
+    return config
+
+
+def parse(tables: Mapping[str, object]) -> Config:
+    """Validate the tables of a TOML document; what they leave out keeps its default."""
+    return _merge(Config(), tables, from_text=False)
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+
+
+def _merge(config: Config, tables: Mapping[str, object], *, from_text: bool) -> Config:
+    sections = {f.name: cast(Section, getattr(config, f.name)) for f in fields(config)}
+    for name, table in tables.items():
+        if name not in sections:
+            raise ConfigError(f"unknown section [{name}]{_did_you_mean(name, sections)}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{name} is a section: write it as a table [{name}]")
+        sections[name] = _merge_section(name, sections[name], table, from_text)
+    return replace(config, **sections)  # type: ignore[arg-type]  # Keys are the fields' own names.
+
+
+def _merge_section(
+    name: str, section: Section, table: Mapping[str, object], from_text: bool
+) -> Section:
+    options = {f.name: f for f in fields(section)}
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        if key not in options:
+            raise ConfigError(f"unknown option {name}.{key}{_did_you_mean(key, options)}")
+        kind = option_kind(options[key])
+        given = kind.from_text(value) if from_text and isinstance(value, str) else value
+        values[key] = kind.check(f"{name}.{key}", given)
+    return replace(section, **values)  # type: ignore[arg-type]  # Checked by their kinds.
+
+
+def _check_together(config: Config) -> None:
+    """What no single option can say."""
+    dram = config.dram
+    if dram.watermark_stop > dram.watermark_start:
+        raise ConfigError(
+            f"dram.watermark_stop is {dram.watermark_stop}: it may be at most "
+            f"dram.watermark_start ({dram.watermark_start})"
+        )
+    if dram.slab_bytes != AUTO and dram.slab_bytes % (2 * MIB):
+        raise ConfigError(f"dram.slab_bytes is {dram.slab_bytes}: it must be a multiple of 2 MiB")
+    if AUTO not in (dram.bytes, dram.slab_bytes) and dram.slab_bytes > dram.bytes:
+        raise ConfigError(
+            f"dram.slab_bytes is {dram.slab_bytes}: it may be at most dram.bytes ({dram.bytes})"
+        )
+
+
+def slab_bytes_for(budget_bytes: int) -> int:
+    """`auto` slab size: a sixteenth of the budget, so that namespaces can share it."""
+    wanted = max(budget_bytes // 16, min(64 * MIB, budget_bytes))
+    return max(min(wanted, GIB) // (2 * MIB), 1) * (2 * MIB)
+
+
+def option_kind(declared: Field[object]) -> Kind:
+    return cast(Kind, declared.metadata["kind"])
+
+
+def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return f": known are {', '.join(sorted(known))}"
+
+
+def documentation() -> str:
+    """docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "Generated by `python -m kvtier.config`; do not edit.",
+        "",
+        "`kvtier serve` works without a file. With `--config FILE` it reads TOML; `--set`",
+        "`SECTION.OPTION=VALUE` overrides one option. Sizes are whole bytes or texts such as",
+        '`"512MiB"` (KiB, MiB, GiB, TiB). Any mistake is one line on standard error, exit code 2.',
+    ]
+    for declared in fields(Config):
+        section = cast(Section, declared.default)
+        lines += ["", f"## [{declared.name}]", "", section.__doc__ or "", ""]
+        lines += ["| option | default | may be | meaning |", "| --- | --- | --- | --- |"]
+        for entry in fields(section):
+            kind = option_kind(cast("Field[object]", entry))
+            lines.append(
+                f"| `{entry.name}` | `{kind.show(entry.default)}` | {kind.describe()} "
+                f"| {entry.metadata['help']} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(documentation())

@@ -1,0 +1,248 @@
+"""What a single option may be: one small class a kind, with its check and its words."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.errors import ConfigError
+
+AUTO = -1
+"""Stands for `auto` in a size: the daemon works it out when it starts."""
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class Kind(Protocol):
+    """Checks one option's value."""
+
+    def check(self, name: str, value: object) -> object:
+        """The value as the dataclass holds it; raises ConfigError that names the option."""
+        ...
+
+    def from_text(self, text: str) -> object:
+        """The TOML value that a text on the command line stands for."""
+        ...
+
+    def describe(self) -> str: ...
+
+    def show(self, value: object) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A whole number."""
+
+    low: int
+    high: int
+
+    def check(self, name: str, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} is {value!r}: it must be a whole number")
+        return _in_range(name, value, self.low, self.high)
+
+    def from_text(self, text: str) -> object:
+        return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+    def describe(self) -> str:
+        return f"{self.low} to {self.high}"
+
+    def show(self, value: object) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number with a fraction."""
+
+    low: float
+    high: float
+    unit = ""
+
+    def check(self, name: str, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name} is {value!r}: it must be a number")
+        return _in_range(name, float(value), self.low, self.high)
+
+    def from_text(self, text: str) -> object:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    def describe(self) -> str:
+        return f"{self.low:g} to {self.high:g}{self.unit}"
+
+    def show(self, value: object) -> str:
+        return str(value)
+
+
+class Seconds(Number):
+    """A duration."""
+
+    __slots__ = ()
+    unit = " s"
+
+
+class Fraction(Number):
+    """A share."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes: a whole number, or a text such as "4GiB"."""
+
+    low: int
+    high: int
+    auto: bool = False
+
+    def check(self, name: str, value: object) -> object:
+        if self.auto and value in ("auto", AUTO):
+            return AUTO
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ConfigError(f'{name} is {value!r}: it must be a size such as "4GiB"')
+        count = value if isinstance(value, int) else _parse_size(name, value)
+        if not self.low <= count <= self.high:
+            raise ConfigError(f"{name} is {value}: it may be {self.describe()}")
+        return count
+
+    def from_text(self, text: str) -> object:
+        return text
+
+    def describe(self) -> str:
+        bounds = f"{format_bytes(self.low)} to {format_bytes(self.high)}"
+        return f"auto, or {bounds}" if self.auto else bounds
+
+    def show(self, value: object) -> str:
+        return "auto" if value == AUTO else format_bytes(int(str(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def __init__(self, *words: str) -> None:
+        object.__setattr__(self, "words", words)
+
+    def check(self, name: str, value: object) -> object:
+        if value not in self.words:
+            raise ConfigError(f"{name} is {value!r}: it may be {self.describe()}")
+        return value
+
+    def from_text(self, text: str) -> object:
+        return text
+
+    def describe(self) -> str:
+        return ", ".join(self.words)
+
+    def show(self, value: object) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of bounded length."""
+
+    chars_max: int
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}: it must be a text in quotes")
+        if len(value) > self.chars_max:
+            raise ConfigError(
+                f"{name} has {len(value)} characters: it may have at most {self.chars_max}"
+            )
+        return value
+
+    def from_text(self, text: str) -> object:
+        return text
+
+    def describe(self) -> str:
+        return f"up to {self.chars_max} characters"
+
+    def show(self, value: object) -> str:
+        return f'"{value}"'
+
+
+class PathValue(Text):
+    """A path; a leading ~ is the user's home."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(4096)
+
+    def describe(self) -> str:
+        return "a path"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A loopback address with a port, or "off": nothing listens beyond this node."""
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, str):
+            raise ConfigError(f'{name} is {value!r}: it must be a text such as "127.0.0.1:9464"')
+        if value == "off":
+            return value
+        host, port = split_address(name, value)
+        if host != "localhost" and not _is_loopback(host):
+            raise ConfigError(f"{name} is {value!r}: only loopback addresses may be listened on")
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{name} is {value!r}: the port may be 0 to 65535")
+        return value
+
+    def from_text(self, text: str) -> object:
+        return text
+
+    def describe(self) -> str:
+        return "a loopback address with a port, or off"
+
+    def show(self, value: object) -> str:
+        return f'"{value}"'
+
+
+def split_address(name: str, value: str) -> tuple[str, int]:
+    """Host and port of "127.0.0.1:0" or "[::1]:0"."""
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ConfigError(f'{name} is {value!r}: write ADDRESS:PORT, such as "127.0.0.1:9464"')
+    return host.strip("[]"), int(port)
+
+
+def format_bytes(count: int) -> str:
+    """The largest unit that divides it: 64MiB, 1GiB, 4095B."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count and count % _UNITS[unit] == 0:
+            return f"{count // _UNITS[unit]}{unit}"
+    return f"{count}B"
+
+
+def _parse_size(name: str, text: str) -> int:
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(
+            f"{name} is {text!r}: it must be a size such as 4GiB (units: KiB, MiB, GiB, TiB)"
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _in_range(name: str, value: int | float, low: float, high: float) -> int | float:
+    # Written so that NaN fails too.
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}: it may be {low:g} to {high:g}")
+    return value

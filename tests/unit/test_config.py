@@ -1,0 +1,118 @@
+"""Every mistake in the configuration is one line that names the option."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from kvtier import config
+from kvtier.config import MIB, Config, load, parse, slab_bytes_for
+from kvtier.config_values import AUTO, format_bytes
+from kvtier.errors import ConfigError
+
+
+def test_defaults_are_valid_without_a_file() -> None:
+    assert load(None) == Config()
+    assert load(None).dram.bytes == AUTO
+
+
+def test_file_sets_options_and_leaves_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text('[dram]\nbytes = "1.5GiB"\n[lease]\nseconds_max = 30\n')
+    loaded = load(file)
+    assert loaded.dram.bytes == 1536 * MIB
+    assert loaded.lease.seconds_max == 30.0
+    assert loaded.server == Config().server
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text('[dram]\nbytes = "1GiB"\n')
+    assert load(file, {"dram.bytes": "64MiB"}).dram.bytes == 64 * MIB
+    assert load(file, {"server.sessions_max": "7"}).server.sessions_max == 7
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"dram": {"byts": 1}}, "unknown option dram.byts: did you mean 'bytes'?"),
+        ({"drm": {}}, "unknown section [drm]: did you mean 'dram'?"),
+        ({"dram": 3}, "dram is a section: write it as a table [dram]"),
+        (
+            {"dram": {"bytes": "4GB"}},
+            "dram.bytes is '4GB': it must be a size such as 4GiB (units: KiB, MiB, GiB, TiB)",
+        ),
+        ({"dram": {"bytes": True}}, 'dram.bytes is True: it must be a size such as "4GiB"'),
+        ({"dram": {"bytes": 5}}, "dram.bytes is 5: it may be auto, or 2MiB to 64TiB"),
+        (
+            {"server": {"sessions_max": 1.5}},
+            "server.sessions_max is 1.5: it must be a whole number",
+        ),
+        ({"server": {"sessions_max": 0}}, "server.sessions_max is 0: it may be 1 to 4096"),
+        ({"lease": {"seconds_max": "60"}}, "lease.seconds_max is '60': it must be a number"),
+        ({"lease": {"seconds_max": math.nan}}, "lease.seconds_max is nan: it may be 1 to 3600"),
+        ({"log": {"format": "xml"}}, "log.format is 'xml': it may be text, json"),
+        ({"server": {"socket": 1}}, "server.socket is 1: it must be a text in quotes"),
+        (
+            {"grpc": {"tcp": "0.0.0.0:50051"}},
+            "grpc.tcp is '0.0.0.0:50051': only loopback addresses may be listened on",
+        ),
+        (
+            {"admin": {"address": "9464"}},
+            "admin.address is '9464': write ADDRESS:PORT, such as \"127.0.0.1:9464\"",
+        ),
+    ],
+)
+def test_mistake_is_one_line_that_names_the_option(tables: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(tables)
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"dram.slab_bytes": "3MiB"},
+        {"dram.slab_bytes": "64MiB", "dram.bytes": "32MiB"},
+        {"dram.watermark_start": "0.5", "dram.watermark_stop": "0.9"},
+        {"bytes": "64MiB"},
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(overrides: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        load(None, overrides)
+
+
+def test_broken_toml_and_missing_file_are_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[dram\n")
+    with pytest.raises(ConfigError, match="no valid TOML"):
+        load(broken)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("budget", "slab"),
+    [(2 * MIB, 2 * MIB), (33 * MIB, 32 * MIB), (64 * MIB, 64 * MIB), (512 * MIB, 64 * MIB)]
+    + [(4096 * MIB, 256 * MIB), (65536 * MIB, 1024 * MIB)],
+)
+def test_slab_size_follows_the_budget(budget: int, slab: int) -> None:
+    assert slab_bytes_for(budget) == slab
+
+
+def test_sizes_are_shown_in_the_largest_unit_that_divides_them() -> None:
+    assert [format_bytes(n) for n in (4095, 2048, 3 * MIB, 1 << 30)] == [
+        "4095B",
+        "2KiB",
+        "3MiB",
+        "1GiB",
+    ]
+
+
+def test_documentation_names_every_option() -> None:
+    text = config.documentation()
+    for section in ("server", "dram", "lease", "grpc", "admin", "log"):
+        assert f"## [{section}]" in text

@@ -96,8 +96,14 @@ def test_broken_toml_and_missing_file_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "slab"),
-    [(2 * MIB, 2 * MIB), (33 * MIB, 32 * MIB), (64 * MIB, 64 * MIB), (512 * MIB, 64 * MIB)]
-    + [(4096 * MIB, 256 * MIB), (65536 * MIB, 1024 * MIB)],
+    [
+        (2 * MIB, 2 * MIB),
+        (33 * MIB, 32 * MIB),
+        (64 * MIB, 64 * MIB),
+        (512 * MIB, 64 * MIB),
+        (4096 * MIB, 256 * MIB),
+        (65536 * MIB, 1024 * MIB),
+    ],
 )
 def test_slab_size_follows_the_budget(budget: int, slab: int) -> None:
     assert slab_bytes_for(budget) == slab

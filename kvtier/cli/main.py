@@ -1,0 +1,82 @@
+"""`kvtier`: finds the subcommand's module, imports only that, runs it.
+
+A subcommand's module has two functions: `add_arguments(parser)` and `run(arguments) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from kvtier.errors import ConfigError, KVTierError, Unavailable
+from kvtier.version import VERSION
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: where it lives and what `kvtier --help` says of it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("kvtier.cli.serve", "run the daemon"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if word in COMMANDS), None)
+    parser, run = _parser(chosen)
+    arguments = parser.parse_args(words)
+    if run is None:
+        parser.print_help()
+        return EXIT_USAGE
+    try:
+        return run(arguments)
+    except ConfigError as error:
+        return _fail(error, EXIT_USAGE)
+    except Unavailable as error:
+        return _fail(error, EXIT_UNAVAILABLE)
+    except KVTierError as error:
+        return _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return 130
+
+
+Runner = Callable[[argparse.Namespace], int]
+
+
+def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Runner | None]:
+    """The parser with every command's name, but the arguments of the chosen one only."""
+    parser = argparse.ArgumentParser(
+        prog="kvtier", description="Keeps the KV cache of LLM engines alive outside GPU memory."
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    run: Runner | None = None
+    for name, command in COMMANDS.items():
+        child = commands.add_parser(name, help=command.summary, description=command.summary)
+        if name == chosen:
+            module = importlib.import_module(command.module)
+            module.add_arguments(child)
+            run = cast(Runner, module.run)
+    return parser, run
+
+
+def _fail(error: KVTierError, exit_code: int) -> int:
+    sys.stderr.write(f"kvtier: {type(error).__name__}: {error}\n")
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Copies between slots, and between slots and the byte strings of put and get.
+
+The GIL rule of the daemon: no operation may hold it on block-sized data. np.copyto lets it go;
+`tobytes`, and anything else that makes a bytes object, does not: so values are cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvtier.memory import Bytes
+
+PIECE_BYTES_MAX = 256 << 10  # About 25 µs with the GIL held.
+
+
+def copy_batch(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
+    """Copy each source into its target; the lengths must agree."""
+    assert len(targets) == len(sources), "one source a target"
+    for target, source in zip(targets, sources, strict=True):
+        assert target.nbytes == source.nbytes, "a copy between unequal lengths"
+        np.copyto(target, source)
+
+
+def write_piece(shards: Sequence[Bytes], first: int, piece: bytes | memoryview) -> None:
+    """Write a piece of a payload (shard 0's bytes, then shard 1's, …) at byte `first` of it."""
+    source = np.frombuffer(piece, np.uint8)
+    assert first + len(source) <= sum(map(len, shards)), "the piece ends beyond the payload"
+    for shard in shards:
+        if first < len(shard) and len(source):
+            count = min(len(source), len(shard) - first)
+            np.copyto(shard[first : first + count], source[:count])
+            source = source[count:]
+        first = max(0, first - len(shard))
+
+
+def read_pieces(shards: Sequence[Bytes], piece_bytes: int = PIECE_BYTES_MAX) -> Iterator[bytes]:
+    """The payload in pieces of at most `piece_bytes`; none crosses from one shard to the next."""
+    assert 0 < piece_bytes <= PIECE_BYTES_MAX, "a piece this large would hold the GIL too long"
+    for shard in shards:
+        for first in range(0, len(shard), piece_bytes):
+            yield shard[first : first + piece_bytes].tobytes()

@@ -1,0 +1,112 @@
+"""Recovery: from the bytes of a slot table to the blocks that its pool still holds.
+
+One function for all pools. Whatever is in doubt is not a block: a wrong magic, version or CRC,
+another generation, an unknown namespace, another epoch. Of two entries for the same block the one
+with the higher sequence number counts. Payloads are not read here (see slot_table.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.memory import Bytes
+from kvtier.pools.slot_table import (
+    ENTRY,
+    ENTRY_BYTES,
+    FORMAT_VERSION,
+    HASH_BYTES_MAX,
+    MAGIC,
+    Entries,
+    Slots,
+    SlotState,
+    entry_crcs,
+)
+
+_Mask = npt.NDArray[np.bool_]
+_STEP_ENTRIES = 16_384  # Bounds the working memory of the CRCs, which go through Python objects.
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredEntries:
+    """What a table says; each `slots[i]` belongs to `entries[i]`, in slot order."""
+
+    ready_slots: Slots
+    ready: Entries
+    reserved_slots: Slots
+    reserved: Entries  # The engine's id stands in `hash`.
+    # Not zero, yet no entry of this pool: torn, foreign or old. A memory pool holds these slots
+    # back until no lease of its former life can be running.
+    void_slots: Slots
+
+
+def recover(table: Bytes, generation: int, epochs: Mapping[bytes, int]) -> RecoveredEntries:
+    """Read a table; `epochs` gives the current epoch of each namespace, by fingerprint."""
+    entries = table[: len(table) // ENTRY_BYTES * ENTRY_BYTES].view(ENTRY)
+    used = np.flatnonzero(table.view(np.uint64).reshape(-1, ENTRY_BYTES // 8).any(axis=1))
+    found = entries[used]
+    sound = _sound(found, generation)
+    reserved = sound & (found["state"] == SlotState.RESERVED)
+    ready = sound & (found["state"] == SlotState.READY) & _current(found, epochs)
+    ready[ready] = _newest(found[ready])
+    slots = used.astype(np.uint32)
+    return RecoveredEntries(
+        ready_slots=slots[ready],
+        ready=found[ready],
+        reserved_slots=slots[reserved],
+        reserved=found[reserved],
+        void_slots=slots[~(ready | reserved)],
+    )
+
+
+def _sound(entries: Entries, generation: int) -> _Mask:
+    """Conditions of the entry by itself; the CRC, the dearest, only where the rest is right."""
+    sound: _Mask = (
+        (entries["magic"] == MAGIC)
+        & (entries["version"] == FORMAT_VERSION)
+        & (entries["generation"] == generation)
+        & (entries["hash_bytes"] <= HASH_BYTES_MAX)
+    )
+    rows = np.flatnonzero(sound)
+    for first in range(0, len(rows), _STEP_ENTRIES):
+        step = rows[first : first + _STEP_ENTRIES]
+        checked = entries[step]
+        sound[step] = entry_crcs(checked) == checked["crc"]
+    return sound
+
+
+def _current(entries: Entries, epochs: Mapping[bytes, int]) -> _Mask:
+    current = np.zeros(len(entries), np.bool_)
+    for fingerprint, epoch in epochs.items():
+        same = (entries["fingerprint"] == np.frombuffer(fingerprint, np.uint8)).all(axis=1)
+        current |= same & (entries["epoch"] == epoch)
+    return current
+
+
+def _newest(entries: Entries) -> _Mask:
+    """True for the entry with the highest sequence number of each block.
+
+    Few blocks occur twice, so whole hashes are compared only where their first 8 bytes agree.
+    """
+    newest = np.ones(len(entries), np.bool_)
+    if len(entries) == 0:
+        return newest
+    short = entries["hash"][:, :8].copy().view(np.uint64).reshape(-1)
+    order = np.argsort(short, kind="stable")
+    agrees = short[order][1:] == short[order][:-1]
+    doubtful = np.zeros(len(entries), np.bool_)
+    doubtful[1:] |= agrees
+    doubtful[:-1] |= agrees
+    best: dict[bytes, int] = {}
+    sequences = entries["sequence"]
+    for row in order[doubtful].tolist():
+        block = entries["fingerprint"][row].tobytes() + entries["hash"][row].tobytes()
+        other = best.setdefault(block, row)
+        if other != row:
+            loser = min(row, other, key=lambda index: int(sequences[index]))
+            newest[loser] = False
+            best[block] = row if loser == other else other
+    return newest

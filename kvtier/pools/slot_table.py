@@ -1,0 +1,234 @@
+"""Slot table: the pool's own record of what each slot holds; recovery reads nothing else.
+
+    offset  size  field
+         0     4  magic, b"KVT1"
+         4     2  format version, little-endian like every number here
+         6     1  block hash length
+         7     1  state
+         8     8  generation of the pool that wrote the entry
+        16    16  namespace fingerprint
+        32    32  block hash, zero-padded; while RESERVED the engine's id (zero: the daemon's own)
+        64    32  parent block hash, zero for the first block of a prefix
+        96     8  sequence number
+       104     8  payload length in bytes, all shards
+       112     8  xxh3-64 of the payload, 0 while not computed (memory tiers only)
+       120     4  epoch of the namespace
+       124     4  CRC-32 of bytes 0..123
+
+A slot holds a block if and only if
+  (0) the state is READY, and
+  (1) the CRC at 124 matches (magic and version are under it), and
+  (2) generation and epoch are the pool's and the namespace's current ones, and
+  (3) the payload's checksum matches the one at 112.
+
+Recovery (`recovery.py`) checks (0) to (2), each read from a lower tier checks (3). The writer may
+die between any two stores: an entry is voided first (its head becomes zero), then filled, and gets
+its head last; the CRC finds every mixture that an unordered medium could make of it all the same.
+An entry of zeros holds nothing, so a table that was just grown or punched needs no writing.
+
+One thread writes; slot numbers are never reused, so the table only grows (a limit: 2^32 slots) and
+the pages of withdrawn ranges are punched out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.io.memory import create_memfd, punch_hole
+from kvtier.memory import Bytes, Mapping
+from kvtier.types import BlockHash, EngineId
+
+ENTRY_BYTES = 128
+HASH_BYTES_MAX = 32
+MAGIC = int.from_bytes(b"KVT1", "little")
+FORMAT_VERSION = 1
+# Growing maps the table anew, which costs a page fault for each page touched later: every 32,768
+# slots (64 GiB of 2 MiB blocks) that is nothing, and a table of 4 MiB is not much either.
+GROW_SLOTS = 32_768
+SLOT_COUNT_MAX = 1 << 32
+
+ENTRY = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("hash_bytes", "u1"),
+        ("state", "u1"),
+        ("generation", "<u8"),
+        ("fingerprint", "u1", (16,)),
+        ("hash", "u1", (HASH_BYTES_MAX,)),
+        ("parent", "u1", (HASH_BYTES_MAX,)),
+        ("sequence", "<u8"),
+        ("payload_bytes", "<u8"),
+        ("checksum", "<u8"),
+        ("epoch", "<u4"),
+        ("crc", "<u4"),
+    ]
+)
+assert ENTRY.itemsize == ENTRY_BYTES
+
+Entries = npt.NDArray[np.void]
+Slots = npt.NDArray[np.uint32]
+
+
+class SlotState(IntEnum):
+    """What an entry says of its slot; other values are void."""
+
+    GONE = 0
+    RESERVED = 1
+    READY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What all blocks of one write have in common."""
+
+    fingerprint: bytes
+    epoch: int
+    payload_bytes: int  # All shards.
+
+
+class SlotTable:
+    """The table in its own memfd, which an adopter of the pool could read after our death."""
+
+    def __init__(self, generation: int, *, grow_slots: int = GROW_SLOTS) -> None:
+        step_bytes = grow_slots * ENTRY_BYTES
+        assert step_bytes % mmap.PAGESIZE == 0, "the table grows by whole pages"
+        self.generation = generation
+        self._grow_slots = grow_slots
+        self.fd = create_memfd("kvtier-slot-table", step_bytes)
+        self._mapping = Mapping(self.fd, step_bytes)
+        self._words = _as_words(self._mapping.array)
+
+    @property
+    def slot_count(self) -> int:
+        """Slots that the table has room for now."""
+        return len(self._words)
+
+    def entries(self, first: int, count: int) -> Entries:
+        """A copy of `count` entries from slot `first` on."""
+        return self._words[first : first + count].copy().view(ENTRY).reshape(-1)
+
+    def extend(self, slot_count: int) -> None:
+        """Have room for slots 0 .. slot_count - 1; new entries hold nothing."""
+        if slot_count <= self.slot_count:
+            return
+        assert slot_count <= SLOT_COUNT_MAX, "slot numbers have 32 bits"
+        length_bytes = -(-slot_count // self._grow_slots) * self._grow_slots * ENTRY_BYTES
+        os.ftruncate(self.fd, length_bytes)
+        grown = Mapping(self.fd, length_bytes)
+        self._words = _as_words(grown.array)
+        self._mapping.close()
+        self._mapping = grown
+
+    def write_reserved(self, slots: Slots, engine: EngineId | None) -> None:
+        """These slots are being filled by `engine` (None: by the daemon itself)."""
+        entries = self._blank(len(slots), SlotState.RESERVED)
+        if engine is not None:
+            entries["hash"] = np.frombuffer(engine.ljust(HASH_BYTES_MAX, b"\0"), np.uint8)
+        self._write(slots, entries)
+
+    def write_ready(
+        self,
+        slots: Slots,
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash | None],
+        facts: BlockFacts,
+        *,
+        sequence: int,
+    ) -> None:
+        """These slots hold these blocks; sequence numbers ascend from `sequence`."""
+        assert len(slots) == len(hashes) == len(parents), "one hash and one parent a slot"
+        count = len(slots)
+        if count == 0:
+            return
+        hash_bytes = len(hashes[0])
+        no_parent = BlockHash(bytes(hash_bytes))
+        entries = self._blank(count, SlotState.READY)
+        entries["hash_bytes"] = hash_bytes
+        entries["fingerprint"] = np.frombuffer(facts.fingerprint, np.uint8)
+        entries["hash"][:, :hash_bytes] = _packed(hashes, hash_bytes)
+        entries["parent"][:, :hash_bytes] = _packed(
+            [parent or no_parent for parent in parents], hash_bytes
+        )
+        entries["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
+        entries["payload_bytes"] = facts.payload_bytes
+        entries["epoch"] = facts.epoch
+        self._write(slots, entries)
+
+    def write_checksums(self, slots: Slots, checksums: npt.NDArray[np.uint64]) -> int:
+        """Add the payloads' checksums to READY entries; the others are left as they are.
+
+        Returns how many were READY.
+        """
+        entries = self._words[slots].view(ENTRY).reshape(-1)
+        ready = entries["state"] == SlotState.READY
+        entries["checksum"] = checksums
+        self._write(slots[ready], entries[ready])
+        return int(ready.sum())
+
+    def write_gone(self, slots: Slots) -> None:
+        """These slots hold nothing."""
+        self._words[slots, 0] = 0
+        self._words[slots, 1:] = 0
+
+    def withdraw(self, first: int, count: int) -> None:
+        """Slots first .. first + count - 1 are no more; the pages that only they used go back."""
+        self._words[first : first + count] = 0
+        page_first = -(-first * ENTRY_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        page_end = (first + count) * ENTRY_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
+        if page_end > page_first:
+            punch_hole(self.fd, page_first, page_end - page_first)
+
+    def close(self) -> None:
+        self._words = np.empty((0, ENTRY_BYTES // 8), np.uint64)
+        self._mapping.close()
+        os.close(self.fd)
+
+    def _blank(self, count: int, state: SlotState) -> Entries:
+        entries: Entries = np.zeros(count, ENTRY)
+        entries["magic"] = MAGIC
+        entries["version"] = FORMAT_VERSION
+        entries["state"] = state
+        entries["generation"] = self.generation
+        return entries
+
+    def _write(self, slots: Slots, entries: Entries) -> None:
+        entries["crc"] = entry_crcs(entries)
+        store_entries(self._words, slots, entries)
+
+
+def store_entries(words: npt.NDArray[np.uint64], slots: Slots, entries: Entries) -> None:
+    """Put entries into the table in the order that makes a torn one void: head zero, rest, head.
+
+    The head is the 8 bytes from magic to state.
+    """
+    new = entries.view(np.uint64).reshape(len(entries), ENTRY_BYTES // 8)
+    words[slots, 0] = 0
+    words[slots, 1:] = new[:, 1:]
+    words[slots, 0] = new[:, 0]
+
+
+def entry_crcs(entries: Entries) -> npt.NDArray[np.uint32]:
+    """CRC-32 of bytes 0..123 of each entry; 0.25 µs each, the fastest of six ways measured."""
+    covered = entries.view(np.uint8).reshape(len(entries), ENTRY_BYTES)[:, : ENTRY_BYTES - 4]
+    rows: list[Any] = np.ascontiguousarray(covered).view(f"V{ENTRY_BYTES - 4}").ravel().tolist()
+    return np.fromiter(map(zlib.crc32, rows), np.uint32, len(rows))
+
+
+def _as_words(table: Bytes) -> npt.NDArray[np.uint64]:
+    return table.view(np.uint64).reshape(-1, ENTRY_BYTES // 8)
+
+
+def _packed(hashes: Sequence[BlockHash], hash_bytes: int) -> Bytes:
+    packed = b"".join(hashes)
+    assert len(packed) == len(hashes) * hash_bytes, "block hashes of unequal length"
+    return np.frombuffer(packed, np.uint8).reshape(len(hashes), hash_bytes)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NewType
+from typing import NewType, overload
 
 BlockHash = NewType("BlockHash", bytes)
 """16 to 32 bytes, chained: names the whole prefix up to and including the block."""
 
 SlotIndex = NewType("SlotIndex", int)
 """A place in one pool, counted from 0; in memory pools the same number in each shard's arena."""
-
-BlockRow = NewType("BlockRow", int)
-"""Row of a block in its namespace's index, counted from 0; reused after the block is gone."""
 
 NamespaceId = NewType("NamespaceId", int)
 SessionId = NewType("SessionId", int)
@@ -73,3 +71,35 @@ class PrefixMatch:
     matched_count: int
     memory_count: int  # Of these, the leading run that is in memory already.
     tiers: tuple[tuple[TierName, int], ...] = ()
+
+
+class PackedHashes(Sequence[BlockHash]):
+    """Hashes as they travel: `count * hash_bytes` bytes, cut into hashes only when asked for."""
+
+    __slots__ = ("_count", "_hash_bytes", "packed")
+
+    def __init__(self, packed: bytes, hash_bytes: int) -> None:
+        assert len(packed) % hash_bytes == 0, "a packed list of hashes ends inside a hash"
+        self.packed = packed
+        self._hash_bytes = hash_bytes
+        self._count = len(packed) // hash_bytes
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockHash]: ...
+    def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        size = self._hash_bytes
+        packed = self.packed
+        if isinstance(index, slice):
+            return [
+                BlockHash(packed[place * size : place * size + size])
+                for place in range(*index.indices(self._count))
+            ]
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        start = (index % self._count) * size
+        return BlockHash(packed[start : start + size])

@@ -7,7 +7,7 @@ An event that touches a long chain is worked off in slices: the manager answers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -143,7 +143,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Take up to `count` slots. `own` means for the daemon itself (put): any slab will do."""
+    """Take up to `count` slots. For the daemon's own session (put) any slab will do."""
 
     session: SessionId
     namespace: NamespaceId
@@ -178,6 +178,7 @@ class Evict:
 
     namespace: NamespaceId
     hashes: Sequence[BlockHash]
+    evicted_count: int = 0  # Set by the manager when the event is continued.
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +233,7 @@ class DrainEnded:
 
 @dataclass(frozen=True, slots=True)
 class SweepVoid:
-    """Continue freeing what a Clear left behind; sent back by Continue only."""
-
-    token: int = field(default=0)
+    """Go on freeing what was voided; sent back by Continue only."""
 
 
 Event = (

@@ -92,14 +92,7 @@ class HintUsed:
 
 
 Reply = (
-    LeaseGranted
-    | LeasesEnded
-    | SlotsReserved
-    | Committed
-    | Aborted
-    | Evicted
-    | Cleared
-    | HintUsed
+    LeaseGranted | LeasesEnded | SlotsReserved | Committed | Aborted | Evicted | Cleared | HintUsed
 )
 
 

@@ -1,0 +1,306 @@
+"""Who gets which slots: slab sets for namespaces, slots for sessions, eviction when they run out.
+
+A namespace grows by a slab set when it runs short and the stock has slabs; when all of the budget
+is bound it evicts its own blocks, or takes a set from a namespace that is idle or has more than its
+fair share. Slots are given to an engine only from sets that its workers have mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.engines import DAEMON_SESSION, EngineTable, Session
+from kvtier.core.residency import Residency
+from kvtier.core.slabs import SlabLedger, SlabSet
+from kvtier.core.tiers import Watermarks
+from kvtier.types import EngineId, NamespaceId, SessionId, SlabSetId, TierName
+
+# Evicting takes about 8 µs a block; this many take 3 ms, so that nobody waits longer than 5 ms.
+EVICT_SLICE_BLOCKS = 384
+
+
+class Shares:
+    """Part of the block manager, with its own slice of its state."""
+
+    def __init__(
+        self,
+        ledger: SlabLedger,
+        namespaces: Mapping[NamespaceId, Residency],
+        engines: EngineTable,
+        *,
+        watermarks: Watermarks,
+        stock_divisor: int,
+        growth_wait_seconds: float,
+        idle_seconds: float,
+    ) -> None:
+        self._ledger = ledger
+        self._namespaces = namespaces
+        self._engines = engines
+        self._watermarks = watermarks
+        self._stock_divisor = stock_divisor
+        self._growth_wait_seconds = growth_wait_seconds
+        self._idle_seconds = idle_seconds
+        self._populated_at = 0.0
+        self._used_at: dict[NamespaceId, float] = {}
+        self._wanting: dict[NamespaceId, None] = {}  # Ran short since they last grew.
+        self._usable_sets: dict[tuple[EngineId, NamespaceId], frozenset[SlabSetId]] = {}
+
+    # ----------------------------------------------------------------------------------- slabs
+
+    def on_slab_populated(self, event: ev.SlabPopulated, now: float) -> list[ins.Instruction]:
+        self._ledger.stock.append(event.slab)
+        self._populated_at = now
+        found: list[ins.Instruction] = []
+        for namespace in list(self._wanting):
+            found.extend(self._grow(self._namespaces[namespace], now))
+        return found
+
+    def on_slab_mapped(self, event: ev.SlabMapped, now: float) -> list[ins.Instruction]:
+        one = self._ledger.set_with(event.slab)
+        session = self._engines.get(event.session)
+        if one is not None and session is not None and session.live:
+            one.mapped_by[event.slab][event.session] = None
+            self.forget_mappings()
+        return []
+
+    def on_slab_unmapped(self, event: ev.SlabUnmapped, now: float) -> list[ins.Instruction]:
+        one = self._ledger.set_with(event.slab)
+        if one is None:
+            return []
+        one.mapped_by[event.slab].pop(event.session, None)
+        self.forget_mappings()
+        return self.drop_idle_sets()
+
+    def on_namespace_joined(self, event: ev.NamespaceJoined, now: float) -> list[ins.Instruction]:
+        session = self._engines.require_live(event.session)
+        residency = self._namespaces[event.namespace]
+        session.namespaces[event.namespace] = None
+        self.note_use(event.namespace, now)
+        if not session.maps_slots:
+            return []
+        found: list[ins.Instruction] = [
+            offer
+            for one in self._ledger.sets_of(event.namespace)
+            if not one.withdrawn
+            for offer in self._offers(one, session)
+        ]
+        if not self._ledger.sets_of(event.namespace):
+            found.extend(self._grow(residency, now))
+            found.extend(self._rebalance(residency, now))
+        return found
+
+    def on_withdraw_slab_set(self, event: ev.WithdrawSlabSet, now: float) -> list[ins.Instruction]:
+        one = self._ledger.sets.get(event.slab_set)
+        if one is None or one.withdrawn:
+            return []
+        return self._withdraw(one)
+
+    def forget_mappings(self) -> None:
+        """Which sets an engine can use is worked out anew at its next call."""
+        self._usable_sets.clear()
+
+    def drop_idle_sets(self) -> list[ins.Instruction]:
+        """Give up withdrawn sets that nobody maps and whose slots are all free."""
+        found: list[ins.Instruction] = []
+        for one in list(self._ledger.sets.values()):
+            allocator = self._namespaces[one.namespace].tier.allocator
+            if one.withdrawn and not one.is_mapped() and allocator.is_idle(one.slab_set):
+                allocator.remove_set(one.slab_set)
+                self._ledger.remove(one.slab_set)
+                found.append(ins.DropSlabs(one.slab_set, one.slabs))
+        return found
+
+    def note_use(self, namespace: NamespaceId, now: float) -> None:
+        self._used_at[namespace] = now
+
+    def usable(self, session: SessionId, namespace: NamespaceId) -> Collection[SlabSetId] | None:
+        """Slab sets whose slots this session may be given; None means all (the daemon itself)."""
+        if session == DAEMON_SESSION:
+            return None
+        engine = self._engines.require_live(session).engine
+        key = (engine, namespace)
+        found = self._usable_sets.get(key)
+        if found is None:
+            found = frozenset(
+                one.slab_set
+                for one in self._ledger.sets_of(namespace)
+                if self._is_mapped_whole(one, engine)
+            )
+            self._usable_sets[key] = found
+        return found
+
+    # ----------------------------------------------------------------------------------- slots
+
+    def reserve(
+        self, event: ev.Reserve, residency: Residency, engine: EngineId | None, now: float
+    ) -> list[ins.Instruction]:
+        """Take up to `event.count` slots, growing or evicting for them."""
+        tier = residency.tier
+        usable = self.usable(event.session, event.namespace)
+        free_count = tier.allocator.free_count_in(usable)
+        found: list[ins.Instruction] = []
+        if free_count < event.count:
+            self._wanting[event.namespace] = None
+            found.extend(self._grow(residency, now))
+            free_count = tier.allocator.free_count_in(usable)
+        stock_count_max = self._stock_count_max(residency)
+        held_count = tier.reserved_by.get(event.session, 0)
+        wanted = min(event.count, max(0, stock_count_max - held_count))
+        if free_count < wanted and not self._growth_expected(residency, usable, now):
+            missing = min(wanted - free_count, EVICT_SLICE_BLOCKS)
+            hashes = residency.evict(missing)
+            if hashes:
+                found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
+            if len(hashes) == EVICT_SLICE_BLOCKS:
+                return [*found, ins.Continue(event)]
+            found.extend(self._rebalance(residency, now))
+            found.extend(self._recalls(residency, event.session, stock_count_max))
+        free_count = tier.allocator.free_count_in(usable)
+        places = tier.reserve(min(wanted, free_count), event.session, usable)
+        slots = tier.slots_of(places)
+        if len(slots):
+            found.append(ins.WriteReserved(event.namespace, slots, engine))
+        found.append(ins.SlotsReserved(slots, residency.epoch, stock_count_max))
+        return found
+
+    def keep_watermarks(self) -> list[ins.Instruction]:
+        """Evict ahead of need where a namespace is above its start mark."""
+        found: list[ins.Instruction] = []
+        for residency in self._namespaces.values():
+            allocator = residency.tier.allocator
+            if not allocator.slot_count or self._ledger.pending_count or self._ledger.stock:
+                continue
+            count = self._watermarks.eviction_count(
+                slot_count=allocator.slot_count, free_count=allocator.free_count
+            )
+            hashes = residency.evict(min(count, EVICT_SLICE_BLOCKS))
+            if hashes:
+                found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
+        return found
+
+    # --------------------------------------------------------------------------------- helpers
+
+    def _grow(self, residency: Residency, now: float) -> list[ins.Instruction]:
+        facts = residency.facts
+        one = self._ledger.bind(
+            facts.namespace, shard_count=facts.shard_count, slot_bytes=facts.slot_bytes, now=now
+        )
+        if one is None:
+            return []
+        self._wanting.pop(facts.namespace, None)
+        residency.tier.add_set(one.slab_set, one.slot_first)
+        self.forget_mappings()
+        found: list[ins.Instruction] = [
+            ins.BindSlabs(facts.namespace, one.slab_set, one.slabs, one.slot_first, one.slot_count)
+        ]
+        for session in self._engines.sessions():
+            if session.maps_slots and facts.namespace in session.namespaces:
+                found.extend(self._offers(one, session))
+        return found
+
+    def _offers(self, one: SlabSet, session: Session) -> list[ins.Instruction]:
+        return [
+            ins.OfferSlab(session.session, one.slabs[shard], shard)
+            for shard in session.shards
+            if shard < len(one.slabs)
+        ]
+
+    def _is_mapped_whole(self, one: SlabSet, engine: EngineId) -> bool:
+        """Whether live sessions of the engine map the set's slabs of all shards."""
+        return not one.withdrawn and all(
+            any(self._is_live_of(session, engine) for session in sessions)
+            for sessions in one.mapped_by.values()
+        )
+
+    def _is_live_of(self, session: SessionId, engine: EngineId) -> bool:
+        found = self._engines.get(session)
+        return found is not None and found.live and found.engine == engine
+
+    def _growth_expected(
+        self, residency: Residency, usable: Collection[SlabSetId] | None, now: float
+    ) -> bool:
+        """Whether more slots will be usable soon, so that evicting would be premature.
+
+        Likewise while the engine has not mapped all sets: what is evicted might lie in another.
+        """
+        since = now - self._growth_wait_seconds
+        ledger = self._ledger
+        under_way = ledger.pending_count >= residency.facts.shard_count - len(ledger.stock)
+        if ledger.pending_count and under_way and self._populated_at > since:
+            return True
+        return usable is not None and any(
+            one.slab_set not in usable and not one.withdrawn
+            for one in ledger.sets_of(residency.facts.namespace)
+        )
+
+    def _stock_count_max(self, residency: Residency) -> int:
+        sessions = max(1, self._engines.live_count)
+        return max(1, residency.tier.allocator.slot_count // (self._stock_divisor * sessions))
+
+    def _recalls(
+        self, residency: Residency, asking: SessionId, stock_count_max: int
+    ) -> list[ins.Instruction]:
+        return [
+            ins.RecallSlots(session, residency.facts.namespace, count - stock_count_max)
+            for session, count in residency.tier.reserved_by.items()
+            if session not in (asking, DAEMON_SESSION) and count > stock_count_max
+        ]
+
+    def _rebalance(self, residency: Residency, now: float) -> list[ins.Instruction]:
+        """Take a set from who has more than its fair share, if this namespace has less."""
+        ledger = self._ledger
+        mine = residency.facts.namespace
+        waiting = ledger.pending_count and self._populated_at > now - self._growth_wait_seconds
+        if waiting or any(one.withdrawn for one in ledger.sets.values()):
+            return []
+        slabs = self._slab_counts()
+        claims = {
+            namespace
+            for namespace in {*slabs, mine}
+            if now - self._used_at.get(namespace, 0.0) <= self._idle_seconds
+        }
+        fair_count = ledger.slab_count_max // max(1, len(claims))
+        if slabs.get(mine, 0) + residency.facts.shard_count > max(
+            fair_count, residency.facts.shard_count
+        ):
+            return []
+        rich = [
+            (count if namespace in claims else count + ledger.slab_count_max, namespace)
+            for namespace, count in slabs.items()
+            if namespace != mine and (namespace not in claims or count > fair_count)
+        ]
+        if not rich:
+            return []
+        victim = max(rich)[1]
+        return self._withdraw(ledger.sets_of(victim)[-1])
+
+    def _slab_counts(self) -> dict[NamespaceId, int]:
+        counts: dict[NamespaceId, int] = {}
+        for one in self._ledger.sets.values():
+            counts[one.namespace] = counts.get(one.namespace, 0) + len(one.slabs)
+        return counts
+
+    def _withdraw(self, one: SlabSet) -> list[ins.Instruction]:
+        residency = self._namespaces[one.namespace]
+        allocator = residency.tier.allocator
+        one.withdrawn = True
+        allocator.withdraw(one.slab_set)
+        self.forget_mappings()
+        places = allocator.places_of_set(one.slab_set)
+        hashes = residency.void_places(places)
+        found: list[ins.Instruction] = []
+        if hashes:
+            found.append(ins.BlocksRemoved(one.namespace, TierName.DRAM, hashes))
+        for shard, slab in enumerate(one.slabs):
+            found.extend(ins.WithdrawSlab(session, slab, shard) for session in one.mapped_by[slab])
+        owners = np.unique(residency.tier.owner[places])
+        found.extend(
+            ins.RecallSlots(SessionId(owner), one.namespace, one.slot_count)
+            for owner in owners.tolist()
+            if owner > DAEMON_SESSION
+        )
+        return [*found, ins.Continue(ev.SweepVoid())]

@@ -1,0 +1,46 @@
+"""Counts the core can tell at any moment; no history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.types import EngineId, NamespaceId, Role, SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceCounts:
+    namespace: NamespaceId
+    epoch: int
+    block_count: int
+    slot_count: int
+    free_count: int
+    ready_count: int
+    reserved_count: int
+    quarantined_count: int  # Part of reserved_count: of sessions that ended.
+    leased_count: int
+    held_count: int
+    slot_bytes: int
+    shard_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCounts:
+    session: SessionId
+    engine: EngineId
+    role: Role
+    state: str  # "live", "lost" or "dead".
+    by_value: bool
+    reserved_count: int
+    lease_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    namespaces: tuple[NamespaceCounts, ...]
+    sessions: tuple[SessionCounts, ...]
+    lease_count: int
+    slab_stock_count: int
+    slab_bound_count: int
+    slab_count_max: int
+    evicted_count: int  # Since start.
+    draining: bool

@@ -1,0 +1,216 @@
+"""One namespace's share of a memory tier: its slots and what each one holds.
+
+Columns are indexed by place (core/slots.py). A taken slot is in exactly one of these states:
+
+* RESERVED, with an owner (the session that fills it);
+* READY or LEAVING, with the row of its block;
+* held: its replica is GONE, but a pin, or the session that was filling it when it was voided,
+  may still touch the bytes. It is freed when the last of these ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.index import NOBODY
+from kvtier.core.replica import Places, ReplicaEvent, ReplicaState, move
+from kvtier.core.slots import SlotAllocator, Slots
+from kvtier.types import SessionId, SlabSetId
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Used-slot fractions: eviction starts above one and stops at the other."""
+
+    start: float
+    stop: float
+
+    def eviction_count(self, *, slot_count: int, free_count: int) -> int:
+        """How many blocks to evict now: none below the start mark, then down to the stop mark."""
+        used_count = slot_count - free_count
+        if used_count <= self.start * slot_count:
+            return 0
+        return max(0, used_count - int(self.stop * slot_count))
+
+
+class MemoryTier:
+    """Slots, replica states, owners and pins of one namespace."""
+
+    def __init__(self, set_slot_count: int) -> None:
+        self.allocator = SlotAllocator(set_slot_count)
+        self.state = np.zeros(0, dtype=np.uint8)
+        self.row = np.zeros(0, dtype=np.int32)
+        self.owner = np.zeros(0, dtype=np.int32)  # Session that may write; NOBODY without one.
+        self.lease_pins = np.zeros(0, dtype=np.int32)
+        self.transfer_pins = np.zeros(0, dtype=np.int16)
+        self.leased_count = 0  # Places with a lease pin.
+        self.reserved_by: dict[SessionId, int] = {}
+
+    # ------------------------------------------------------------------------------- slab sets
+
+    def add_set(self, slab_set: SlabSetId, slot_first: int) -> None:
+        self.allocator.add_set(slab_set, slot_first)
+        count = self.allocator.place_count
+        self.state = _grown(self.state, count, ReplicaState.GONE)
+        self.row = _grown(self.row, count, NOBODY)
+        self.owner = _grown(self.owner, count, NOBODY)
+        self.lease_pins = _grown(self.lease_pins, count, 0)
+        self.transfer_pins = _grown(self.transfer_pins, count, 0)
+
+    # ------------------------------------------------------------------------------- reserving
+
+    def reserve(
+        self, count: int, session: SessionId, usable: Collection[SlabSetId] | None
+    ) -> Places:
+        """Take `count` slots for `session`; raises TierFull and changes nothing."""
+        places = self.allocator.take(count, usable)
+        move(self.state, places, ReplicaEvent.RESERVE)
+        self.owner[places] = session
+        self.reserved_by[session] = self.reserved_by.get(session, 0) + len(places)
+        return places
+
+    def commit(self, places: Places, rows: npt.NDArray[np.int32]) -> None:
+        """The reserved slots hold these blocks now."""
+        move(self.state, places, ReplicaEvent.COMMIT)
+        self.row[places] = rows
+        self._disown(places)
+
+    def abort(self, places: Places) -> None:
+        """End the reservation of these slots, voided ones too, and free them."""
+        open_places = places[self.state[places] == ReplicaState.RESERVED]
+        move(self.state, open_places, ReplicaEvent.ABORT)
+        self._disown(places)
+        self.free_idle(places)
+
+    def places_reserved_by(self, session: SessionId) -> Places:
+        return np.flatnonzero(self.owner == session).astype(np.int32)
+
+    # ---------------------------------------------------------------------------------- ending
+
+    def drop(self, places: Places) -> None:
+        """End READY replicas that a policy nominated and nothing holds; frees the slots."""
+        move(self.state, places, ReplicaEvent.NOMINATE)
+        move(self.state, places, ReplicaEvent.DROP)
+        self.row[places] = NOBODY
+        self.free_idle(places)
+
+    def void(self, places: Places) -> None:
+        """End replicas in whatever state; a slot is freed when the last hold on it ends."""
+        move(self.state, places, ReplicaEvent.VOID)
+        self.row[places] = NOBODY
+        self.free_idle(places)
+
+    def void_all(self) -> int:
+        """End every replica (Clear); returns how many blocks that were READY."""
+        alive = np.flatnonzero(self.state != ReplicaState.GONE).astype(np.int32)
+        ready = int((self.state[alive] != ReplicaState.RESERVED).sum())
+        self.void(alive)
+        return ready
+
+    def free_idle(self, places: Places) -> None:
+        """Free those slots whose replica is GONE and which nobody pins or fills."""
+        idle = (
+            (self.state[places] == ReplicaState.GONE)
+            & (self.owner[places] == NOBODY)
+            & (self.lease_pins[places] == 0)
+            & (self.transfer_pins[places] == 0)
+        )
+        self.allocator.release(places[idle])
+
+    # ----------------------------------------------------------------------------------- pins
+
+    def is_pinned(self, place: int) -> bool:
+        return bool(self.lease_pins[place] or self.transfer_pins[place])
+
+    def lease_room(self, places: Places, limit_count: int) -> int:
+        """How many of `places`, from the first on, may be lease-pinned within the limit."""
+        fresh = np.cumsum(self.lease_pins[places] == 0)
+        room = limit_count - self.leased_count
+        return int(np.searchsorted(fresh, room, side="right"))
+
+    def pin_for_lease(self, places: Places) -> None:
+        self.leased_count += int((self.lease_pins[places] == 0).sum())
+        self.lease_pins[places] += 1
+
+    def unpin_lease(self, places: Places) -> None:
+        assert (self.lease_pins[places] > 0).all(), "a lease pin ended twice"
+        self.lease_pins[places] -= 1
+        idle = places[self.lease_pins[places] == 0]
+        self.leased_count -= len(idle)
+        self.free_idle(idle)
+
+    def pin_for_transfer(self, places: Places) -> None:
+        self.transfer_pins[places] += 1
+
+    def unpin_transfer(self, places: Places) -> None:
+        assert (self.transfer_pins[places] > 0).all(), "a transfer pin ended twice"
+        self.transfer_pins[places] -= 1
+        self.free_idle(places[self.transfer_pins[places] == 0])
+
+    # ------------------------------------------------------------------------------- questions
+
+    def slots_of(self, places: Places) -> Slots:
+        return self.allocator.slots_of(places)
+
+    def count_in(self, state: ReplicaState) -> int:
+        return int((self.state == state).sum())
+
+    def held_count(self) -> int:
+        """Taken slots whose replica is GONE."""
+        return self.allocator.taken_count - int((self.state != ReplicaState.GONE).sum())
+
+    def check_invariants(self) -> list[str]:
+        found = self.allocator.check_invariants()
+        resident = (self.state == ReplicaState.READY) | (self.state == ReplicaState.LEAVING)
+        if ((self.row != NOBODY) != resident).any():
+            found.append("a slot's row and its replica's state disagree")
+        if ((self.state == ReplicaState.RESERVED) & (self.owner == NOBODY)).any():
+            found.append("a RESERVED slot has no owner")
+        if (resident & (self.owner != NOBODY)).any():
+            found.append("a READY slot has an owner that may write")
+        if (self.lease_pins < 0).any() or (self.transfer_pins < 0).any():
+            found.append("negative pins")
+        if self.leased_count != int((self.lease_pins > 0).sum()):
+            found.append("leased_count is wrong")
+        owners, counts = np.unique(self.owner[self.owner != NOBODY], return_counts=True)
+        if dict(zip(owners.tolist(), counts.tolist(), strict=True)) != self.reserved_by:
+            found.append("reservation counts are wrong")
+        return found + self._check_taken()
+
+    # --------------------------------------------------------------------------------- helpers
+
+    def _check_taken(self) -> list[str]:
+        places = np.arange(self.allocator.place_count, dtype=np.int32)
+        used = (
+            (self.state[places] != ReplicaState.GONE)
+            | (self.owner != NOBODY)
+            | (self.lease_pins > 0)
+            | (self.transfer_pins > 0)
+        )
+        if int(used.sum()) != self.allocator.taken_count:
+            return ["slots are taken that nothing uses, or used that are free: leaked or lost"]
+        return []
+
+    def _disown(self, places: Places) -> None:
+        sessions, counts = np.unique(self.owner[places], return_counts=True)
+        for session, count in zip(sessions.tolist(), counts.tolist(), strict=True):
+            assert session != NOBODY, "a slot without owner was committed or aborted"
+            left = self.reserved_by[SessionId(session)] - count
+            if left:
+                self.reserved_by[SessionId(session)] = left
+            else:
+                del self.reserved_by[SessionId(session)]
+        self.owner[places] = NOBODY
+
+
+def _grown(column: npt.NDArray[Scalar], count: int, fill: int) -> npt.NDArray[Scalar]:
+    grown = np.full(count, fill, dtype=column.dtype)
+    grown[: len(column)] = column
+    return grown

@@ -1,0 +1,53 @@
+"""What an eviction policy is: an order over blocks, and nothing else.
+
+A policy *nominates*; the block manager evicts. It learns of blocks by their row in the index. Only
+leaves (blocks without resident children) can be evicted, so a policy is told when a block becomes
+one, and may forget candidates that it finds to be no leaves any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int32]
+
+
+class Evictable(Enum):
+    """Whether a block may be evicted now."""
+
+    YES = auto()
+    HELD = auto()  # A leaf, but pinned: ask again.
+    INNER = auto()  # It has children; `on_leaf` will tell when that changes.
+
+
+class EvictionPolicy(Protocol):
+    """Contract: tests/contract/eviction_contract.py."""
+
+    def on_insert(self, rows: Rows, now: float) -> None:
+        """New blocks, in chain order."""
+        ...
+
+    def on_touch(self, rows: Rows, now: float) -> None:
+        """Blocks that were used, in chain order."""
+        ...
+
+    def on_leaf(self, row: int) -> None:
+        """A resident block that has no resident children now: it may be nominated."""
+        ...
+
+    def on_remove(self, rows: Sequence[int]) -> None:
+        """Blocks that are gone; their rows may be used again for others."""
+        ...
+
+    def on_session_end(self, rows: Rows) -> bool:
+        """A user's session over this prefix has ended; whether the policy makes use of that."""
+        ...
+
+    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> list[int]:
+        """Up to `count` different leaves to evict, best victim first; removes nobody."""
+        ...

@@ -16,7 +16,11 @@ from tests.tidy.sources import PACKAGE, ROOT, has_remark, place, python_files, t
 VOCABULARY = ROOT / "docs" / "vocabulary.md"
 PROTOCOL = ROOT / "proto" / "kvtier" / "v1" / "kvtier.proto"
 METRIC_NAME = re.compile(r"kvtier_[a-z0-9]+(_[a-z0-9]+)+")
-METRIC_UNITS = {"bytes", "seconds", "count", "ratio", "info", "total"}
+# What is counted may stand for the unit; a limit is given as `_used` of `_max`.
+METRIC_UNITS = {
+    *("bytes", "seconds", "ratio", "total", "count", "info", "used", "max"),
+    *("blocks", "slots", "slabs", "sessions", "leases", "transfers"),
+}
 
 
 @dataclass(frozen=True)

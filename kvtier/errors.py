@@ -23,6 +23,10 @@ class ProtocolMismatch(BadRequest):
     """Client and daemon are more than one protocol version apart: upgrade the older one."""
 
 
+class ClockUncertain(KVTierError):
+    """The handshake took too long to compare the two clocks: connect again."""
+
+
 class ConfigError(KVTierError):
     """A mistake in the configuration; the message names the option and what it may be."""
 
@@ -77,8 +81,7 @@ class IllegalTransition(AssertionError):
 
 def error_named(name: str) -> type[KVTierError]:
     """The error class called `name`, or KVTierError when there is none."""
-    found = _BY_NAME.get(name, KVTierError)
-    return found
+    return _BY_NAME.get(name, KVTierError)
 
 
 def _all_subclasses(root: type[KVTierError]) -> list[type[KVTierError]]:

@@ -17,9 +17,11 @@ PIECE_BYTES_MAX = 256 << 10  # About 25 µs with the GIL held.
 
 def copy_batch(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
     """Copy each source into its target; the lengths must agree."""
-    assert len(targets) == len(sources), "one source a target"
-    for target, source in zip(targets, sources, strict=True):
-        assert target.nbytes == source.nbytes, "a copy between unequal lengths"
+    pairs = list(zip(targets, sources, strict=True))
+    for target, source in pairs:
+        # copyto would stretch a source of one byte over its whole target.
+        assert target.shape == source.shape, "a copy between unequal lengths"
+    for target, source in pairs:
         np.copyto(target, source)
 
 

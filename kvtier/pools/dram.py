@@ -112,6 +112,9 @@ class DramPool:
     def write_gone(self, slots: Slots) -> None:
         self._table.write_gone(slots)
 
+    def table_bytes(self) -> Bytes:
+        return self._table.read_bytes()
+
     def close(self) -> None:
         for slab in self._slabs.values():
             slab.mapping.close()

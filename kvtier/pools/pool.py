@@ -73,6 +73,10 @@ class Pool(Protocol):
         """Table: these slots hold nothing."""
         ...
 
+    def table_bytes(self) -> Bytes:
+        """A copy of the slot table, entry 0 first, as recovery reads it."""
+        ...
+
     def close(self) -> None:
         """Give everything back that the pool still owns."""
         ...

@@ -117,6 +117,10 @@ class SlotTable:
         """A copy of `count` entries from slot `first` on."""
         return self._words[first : first + count].copy().view(ENTRY).reshape(-1)
 
+    def read_bytes(self) -> Bytes:
+        """A copy of the whole table. Read from the file: reading a hole in a mapping fills it."""
+        return np.frombuffer(os.pread(self.fd, self.slot_count * ENTRY_BYTES, 0), np.uint8)
+
     def extend(self, slot_count: int) -> None:
         """Have room for slots 0 .. slot_count - 1; new entries hold nothing."""
         if slot_count <= self.slot_count:

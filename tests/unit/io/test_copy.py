@@ -1,0 +1,64 @@
+"""Copies: pieces of any size put a payload together, whatever its shards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.io.copy import copy_batch, read_pieces, write_piece
+
+
+def payload_of(length: int) -> bytes:
+    return bytes(np.random.default_rng(length).integers(0, 256, length, np.uint8))
+
+
+@given(
+    shard_lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    piece_bytes=st.integers(1, 60),
+)
+def test_pieces_written_one_after_another_are_the_payload(
+    shard_lengths: list[int], piece_bytes: int
+) -> None:
+    shards = [np.zeros(length, np.uint8) for length in shard_lengths]
+    payload = payload_of(sum(shard_lengths))
+    for first in range(0, len(payload), piece_bytes):
+        write_piece(shards, first, payload[first : first + piece_bytes])
+    assert b"".join(bytes(shard) for shard in shards) == payload
+    pieces = list(read_pieces(shards, piece_bytes))
+    assert b"".join(pieces) == payload
+    assert max(map(len, pieces)) <= piece_bytes
+
+
+def test_a_piece_changes_no_byte_beside_it() -> None:
+    shards = [np.zeros(4, np.uint8), np.zeros(4, np.uint8)]
+    write_piece(shards, 3, b"\1\2")
+    assert [shard.tolist() for shard in shards] == [[0, 0, 0, 1], [2, 0, 0, 0]]
+
+
+def test_a_piece_beyond_the_payload_changes_nothing() -> None:
+    shards = [np.zeros(4, np.uint8)]
+    with pytest.raises(AssertionError, match="beyond"):
+        write_piece(shards, 3, b"\1\2")
+    assert not shards[0].any()
+
+
+def test_a_batch_copies_each_source_to_its_target() -> None:
+    sources = [np.full(8, value, np.uint8) for value in (1, 2, 3)]
+    pool = np.zeros((3, 16), np.uint8)
+    copy_batch([pool[2, :8], pool[0, :8], pool[1, :8]], sources)
+    assert pool[:, :8].mean(axis=1).tolist() == [2, 3, 1]
+    assert not pool[:, 8:].any()
+
+
+def test_unequal_lengths_are_refused_before_a_byte_is_copied() -> None:
+    targets = [np.zeros(8, np.uint8), np.zeros(8, np.uint8)]
+    with pytest.raises(AssertionError, match="unequal"):
+        copy_batch(targets, [np.ones(8, np.uint8), np.ones(1, np.uint8)])
+    assert not any(target.any() for target in targets)
+
+
+def test_a_piece_size_that_would_hold_the_gil_is_refused() -> None:
+    with pytest.raises(AssertionError, match="GIL"):
+        next(read_pieces([np.zeros(1 << 20, np.uint8)], 1 << 20))

@@ -88,7 +88,10 @@ class SlabStock:
         return allowed
 
     def give_back(self, slab: Slab) -> None:
-        """Punch a slab that nobody uses any more; its place counts as free again."""
+        """Punch a slab that nobody uses any more; its place counts as free again.
+
+        Not for the event loop: it takes 4 ms a GiB of huge pages, and 300 ms of base pages.
+        """
         punch_slab(slab)
         self._forget()
 

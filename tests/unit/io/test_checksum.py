@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier.io.checksum import block_checksum, block_checksums, combine_shards
+from kvtier import checksum
+from kvtier.io.checksum import block_checksum, block_checksums
 
 
 def shards_of(seed: int, count: int, length: int = 4_999) -> list[np.ndarray]:
@@ -21,10 +22,10 @@ def test_a_block_sums_its_shards_sums(count: int) -> None:
     assert block_checksum(shards) == xxhash.xxh3_64(sums).intdigest()
 
 
-def test_workers_can_sum_their_shards_apart() -> None:
+def test_views_in_slots_and_bytes_by_value_have_the_same_checksum() -> None:
     shards = shards_of(2, 3)
-    apart = [xxhash.xxh3_64_intdigest(shard.data) for shard in shards]
-    assert combine_shards(apart) == block_checksum(shards)
+    by_value = b"".join(bytes(shard) for shard in shards)
+    assert checksum.block_checksum(by_value, len(shards[0])) == block_checksum(shards)
 
 
 @pytest.mark.parametrize("place", [0, 2_500, 4_998])

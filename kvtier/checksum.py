@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer as ByteView
+    from typing_extensions import Buffer
+
+    ByteView = Buffer
 else:
     ByteView = object  # Anything with the buffer protocol.
 

@@ -1,0 +1,51 @@
+"""The asyncio channel of one session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import grpc.aio
+
+from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
+
+
+class AioRpc:
+    """See `rpc.Rpc`; belongs to the event loop that runs when it is made."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+        self._made: dict[str, object] = {}
+        self._closing: asyncio.Task[None] | None = None
+
+    def unary(self, call: Call[Q, A]) -> grpc.aio.UnaryUnaryMultiCallable[Q, A]:
+        made = self._made.get(call.name)
+        if made is None:
+            made = self._made[call.name] = self._channel.unary_unary(
+                call.path, call.request.SerializeToString, call.answer.FromString
+            )
+        return cast("grpc.aio.UnaryUnaryMultiCallable[Q, A]", made)
+
+    def answer_stream(self, call: Call[Q, A]) -> grpc.aio.UnaryStreamMultiCallable[Q, A]:
+        made = self._made.get(call.name)
+        if made is None:
+            made = self._made[call.name] = self._channel.unary_stream(
+                call.path, call.request.SerializeToString, call.answer.FromString
+            )
+        return cast("grpc.aio.UnaryStreamMultiCallable[Q, A]", made)
+
+    def request_stream(self, call: Call[Q, A]) -> grpc.aio.StreamUnaryMultiCallable[Q, A]:
+        made = self._made.get(call.name)
+        if made is None:
+            made = self._made[call.name] = self._channel.stream_unary(
+                call.path, call.request.SerializeToString, call.answer.FromString
+            )
+        return cast("grpc.aio.StreamUnaryMultiCallable[Q, A]", made)
+
+    async def close(self) -> None:
+        """Cancels what is in flight."""
+        await self._channel.close(grace=None)
+
+    def close_soon(self) -> None:
+        """Close from a call that must not wait for it."""
+        self._closing = asyncio.get_running_loop().create_task(self.close())

@@ -1,0 +1,269 @@
+"""The slabs this process has mapped, and who may still touch them.
+
+Invariants:
+  (0) A view is given out only for a slot of a slab that is mapped for the daemon's current
+      generation, not withdrawn, and under a session that nobody asked us to be quiet about.
+  (1) A slab is unmapped only when nobody holds a view of it: `Mapping` sees to that.
+  (2) `wait_quiet(session)` returns True only when no `hold` under that session is open, and none
+      can open afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.client.forks import check_not_forked
+from kvtier.client.values import Namespace, SessionRef, Slots
+from kvtier.errors import BadFrame, StaleSlot
+from kvtier.memory import Bytes, Mapping
+from kvtier.v1 import kvtier_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """One mapped slab."""
+
+    offer: pb.SlabOffered
+    file_id: tuple[int, int]  # Device and inode: tells a new offer of the same file.
+    mapping: Mapping
+
+
+class _Rows:
+    """The usable slabs of one namespace and shard, in slot order; replaced, never changed."""
+
+    def __init__(self, slabs: Sequence[Slab]) -> None:
+        ordered = sorted(slabs, key=lambda slab: slab.offer.slot_first)
+        self.slot_firsts = [slab.offer.slot_first for slab in ordered]
+        self.slot_count = sum(slab.offer.slot_count for slab in ordered)
+        self._rows = [
+            slab.mapping.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
+                slab.offer.slot_count, slab.offer.slot_bytes
+            )
+            for slab in ordered
+        ]
+
+    def row(self, slot: int) -> Bytes:
+        index = bisect_right(self.slot_firsts, slot) - 1
+        if index < 0 or slot - self.slot_firsts[index] >= len(self._rows[index]):
+            raise StaleSlot(f"slot {slot} is in no slab mapped here")
+        found: Bytes = self._rows[index][slot - self.slot_firsts[index]]
+        return found
+
+
+class ArenaTable:
+    """All slabs of one client. Changed by the session's thread, read by everybody."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._generation: int | None = None
+        self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
+        self._parked: dict[tuple[int, int], Slab] = {}  # Of a lost session; may be offered again.
+        self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
+        self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
+        # A refused session stays refused for the generation's life: an instruction under it may
+        # come at any time. One int each; a session lasts at least one reconnect delay.
+        self._refused: set[int] = set()
+        self._held: Counter[SessionRef] = Counter()  # Open holds, of any generation.
+
+    # ------------------------------------------------------------------- for the session's thread
+
+    def enter_generation(self, generation: int) -> None:
+        """The daemon's pool has a new life: everything mapped before is void."""
+        with self._changed:
+            if generation == self._generation:
+                return
+            self._leaving += [*self._slabs.values(), *self._parked.values()]
+            self._slabs.clear()
+            self._parked.clear()
+            self._rows.clear()
+            self._refused.clear()
+            self._generation = generation
+
+    def park_all(self) -> None:
+        """Our session is lost: refuse every slab until the daemon offers it again."""
+        with self._changed:
+            self._parked.update(self._slabs)
+            self._slabs.clear()
+            self._rows.clear()
+
+    def leave_parked(self) -> None:
+        """All copies under the lost session have ended: what was not offered again goes."""
+        with self._changed:
+            self._leaving += self._parked.values()
+            self._parked.clear()
+
+    def add(self, offer: pb.SlabOffered, fd: int) -> None:
+        """Map an offered slab; the fd stays the caller's. Raises BadFrame, OSError."""
+        facts = os.fstat(fd)
+        _check_offer(offer, facts.st_size)
+        file_id = (facts.st_dev, facts.st_ino)
+        with self._changed:
+            key = (offer.shard, offer.slab_id)
+            if key in self._slabs:
+                raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
+            parked = self._parked.pop(key, None)
+            if parked is not None and (parked.file_id, parked.offer) == (file_id, offer):
+                slab = parked
+            else:
+                if parked is not None:
+                    self._leaving.append(parked)
+                slab = Slab(offer, file_id, Mapping(fd, offer.slab_bytes))
+            self._slabs[key] = slab
+            self._rebuild(offer.namespace_id, offer.shard)
+
+    def withdraw(self, shard: int, slab_id: int) -> None:
+        """Refuse the slab from now on; `take_unmapped` says when its pages are given up."""
+        with self._changed:
+            slab = self._slabs.pop((shard, slab_id), None)
+            if slab is not None:
+                self._leaving.append(slab)
+                self._rebuild(slab.offer.namespace_id, shard)
+
+    def take_unmapped(self) -> list[pb.SlabOffered]:
+        """Slabs whose last view has gone since the last time; they are unmapped now."""
+        with self._changed:
+            gone = [slab for slab in self._leaving if slab.mapping.close()]
+            self._leaving = [slab for slab in self._leaving if slab not in gone]
+            return [slab.offer for slab in gone]
+
+    @property
+    def leaving_count(self) -> int:
+        return len(self._leaving)
+
+    def refuse(self, session: SessionRef) -> None:
+        """No view under this session any more: it is lost, ours or another process's."""
+        with self._changed:
+            if session.generation == self._generation:
+                self._refused.add(session.session_id)
+
+    def wait_quiet(self, session: SessionRef, timeout_seconds: float) -> bool:
+        """True when no hold under the (refused) session is open."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._held[session] == 0, timeout=timeout_seconds)
+
+    def close(self) -> None:
+        """Refuse everything; pages go with their last view."""
+        with self._changed:
+            self._leaving += [*self._slabs.values(), *self._parked.values()]
+            self._slabs.clear()
+            self._parked.clear()
+            self._rows.clear()
+            self._generation = None
+            for slab in self._leaving:
+                slab.mapping.close()
+            self._leaving.clear()
+
+    def _rebuild(self, namespace_id: int, shard: int) -> None:
+        here = [
+            slab
+            for slab in self._slabs.values()
+            if (slab.offer.namespace_id, slab.offer.shard) == (namespace_id, shard)
+        ]
+        self._rows[namespace_id, shard] = _Rows(here)
+
+    # ------------------------------------------------------------------------------- for everybody
+
+    def views(
+        self,
+        namespace: Namespace,
+        shard: int,
+        slots: Slots | Sequence[int],
+        session: SessionRef,
+    ) -> list[Bytes]:
+        """One row a slot, padding included. Raises StaleSlot, see invariant (0)."""
+        plain = slots.tolist() if isinstance(slots, np.ndarray) else slots
+        with self._changed:
+            state = namespace.state
+            if session.generation != self._generation or session.session_id in self._refused:
+                raise StaleSlot("the session these slots were given under is lost")
+            rows = None if state is None else self._rows.get((state.namespace_id, shard))
+            if rows is None:
+                raise StaleSlot(f"no slab of shard {shard} is mapped here")
+            return [rows.row(slot) for slot in plain]
+
+    def begin_hold(
+        self,
+        namespace: Namespace,
+        shard: int,
+        slots: Slots | Sequence[int],
+        session: SessionRef,
+    ) -> list[Bytes]:
+        """Like `views`, and nobody is told that we are quiet until `end_hold`."""
+        with self._changed:
+            rows = self.views(namespace, shard, slots, session)
+            self._held[session] += 1
+            return rows
+
+    def end_hold(self, session: SessionRef) -> None:
+        with self._changed:
+            self._held[session] -= 1
+            if self._held[session] == 0:
+                del self._held[session]
+            self._changed.notify_all()
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self._held)
+
+    def slot_count(self, namespace: Namespace, shard: int) -> int:
+        state = namespace.state
+        with self._changed:
+            rows = None if state is None else self._rows.get((state.namespace_id, shard))
+            return 0 if rows is None else rows.slot_count
+
+
+class Arena:
+    """One shard's slots of one namespace, as NumPy views."""
+
+    def __init__(self, table: ArenaTable, namespace: Namespace, shard: int) -> None:
+        self._table = table
+        self._namespace = namespace
+        self._shard = shard
+        self._shard_bytes = namespace.spec.shard_bytes
+        self._owner_pid = os.getpid()
+
+    @property
+    def mapped_slot_count(self) -> int:
+        return self._table.slot_count(self._namespace, self._shard)
+
+    def view(self, slot: int, session: SessionRef) -> Bytes:
+        """The slot's bytes, writable. Raises StaleSlot when they would mean nothing.
+
+        A view outlives the check: whoever copies for longer than a moment uses `hold`.
+        """
+        return self.views([slot], session)[0]
+
+    def views(self, slots: Slots | Sequence[int], session: SessionRef) -> list[Bytes]:
+        """One view a slot, or StaleSlot for all of them."""
+        check_not_forked(self._owner_pid)
+        rows = self._table.views(self._namespace, self._shard, slots, session)
+        return [row[: self._shard_bytes] for row in rows]
+
+    @contextmanager
+    def hold(self, slots: Slots | Sequence[int], session: SessionRef) -> Iterator[list[Bytes]]:
+        """Views for the length of a copy: until the end, no Quiet about `session` is sent.
+
+        The slabs stay mapped as well. Leave the bracket only when the copy has really ended.
+        """
+        check_not_forked(self._owner_pid)
+        rows = self._table.begin_hold(self._namespace, self._shard, slots, session)
+        try:
+            yield [row[: self._shard_bytes] for row in rows]
+        finally:
+            self._table.end_hold(session)
+
+
+def _check_offer(offer: pb.SlabOffered, file_bytes: int) -> None:
+    """A slab beyond its file would end this process with SIGBUS, not with an exception."""
+    if file_bytes < offer.slab_bytes:
+        raise BadFrame(f"slab {offer.slab_id} is {offer.slab_bytes} bytes, its file {file_bytes}")
+    if offer.slot_bytes == 0 or offer.slot_count * offer.slot_bytes > offer.slab_bytes:
+        raise BadFrame(f"the slots of slab {offer.slab_id} do not fit into it")

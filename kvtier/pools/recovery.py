@@ -103,7 +103,8 @@ def _newest(entries: Entries) -> _Mask:
     best: dict[bytes, int] = {}
     sequences = entries["sequence"]
     for row in order[doubtful].tolist():
-        block = entries["fingerprint"][row].tobytes() + entries["hash"][row].tobytes()
+        entry = entries[row]
+        block = entry["fingerprint"].tobytes() + entry["hash"].tobytes()  # gil-ok: 48 bytes
         other = best.setdefault(block, row)
         if other != row:
             loser = min(row, other, key=lambda index: int(sequences[index]))

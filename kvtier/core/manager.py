@@ -8,21 +8,22 @@ simulator and by the model tests alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.audit import find_violations, gather_stats
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
 from kvtier.core.leases import Lease, LeaseTable
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import EVICT_SLICE_BLOCKS, Shares
 from kvtier.core.slabs import SlabLedger
-from kvtier.core.stats import ManagerStats, NamespaceCounts, SessionCounts
-from kvtier.core.tiers import Watermarks
+from kvtier.core.stats import ManagerStats
 from kvtier.errors import (
     BadRequest,
     Draining,
@@ -48,27 +49,6 @@ from kvtier.types import (
 SLICE_BLOCKS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ManagerConfig:
-    slab_bytes: int
-    slab_count_max: int
-    lease_seconds_max: float = 60.0
-    lease_margin_seconds: float = 5.0
-    grace_seconds: float = 1.0
-    watermark_start: float = 1.0
-    watermark_stop: float = 0.98
-    # An engine that dies holding leases blocks eviction until deadline + margin. This bounds the
-    # books it can fill; what it can hold is bounded by pin_fraction_max.
-    leases_per_session_max: int = 256
-    pin_fraction_max: float = 0.5
-    # Stock reserved ahead: a session may hold 1 / (stock_divisor * live sessions) of the slots.
-    stock_divisor: int = 8
-    # How long a namespace waits for slabs under way before it evicts its own blocks instead.
-    growth_wait_seconds: float = 5.0
-    # A namespace nobody has used for so long loses its claim to a fair share.
-    idle_seconds: float = 600.0
-
-
 class BlockManager:
     """See the module. Requests that cannot be served raise a KVTierError and change nothing."""
 
@@ -81,15 +61,7 @@ class BlockManager:
         self._ledger = SlabLedger(
             slab_bytes=config.slab_bytes, slab_count_max=config.slab_count_max
         )
-        self._shares = Shares(
-            self._ledger,
-            self._namespaces,
-            self._engines,
-            watermarks=Watermarks(config.watermark_start, config.watermark_stop),
-            stock_divisor=config.stock_divisor,
-            growth_wait_seconds=config.growth_wait_seconds,
-            idle_seconds=config.idle_seconds,
-        )
+        self._shares = Shares(self._ledger, self._namespaces, self._engines, config)
         self._sequence = 0
         self._draining = False
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
@@ -144,46 +116,13 @@ class BlockManager:
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> ManagerStats:
-        sessions = [one for one in self._engines.sessions() if one.session != DAEMON_SESSION]
-        return ManagerStats(
-            namespaces=tuple(self._counts_of(one) for one in self._namespaces.values()),
-            sessions=tuple(
-                SessionCounts(
-                    session=one.session,
-                    engine=one.engine,
-                    role=one.role,
-                    state="live" if one.live else one.process.state.name.lower(),
-                    by_value=one.by_value,
-                    reserved_count=self._reserved_count(one.session),
-                    lease_count=self._leases.count_of(one.session),
-                )
-                for one in sessions
-            ),
-            lease_count=len(self._leases),
-            slab_stock_count=len(self._ledger.stock),
-            slab_bound_count=self._ledger.bound_count,
-            slab_count_max=self._ledger.slab_count_max,
-            evicted_count=sum(one.evicted_count for one in self._namespaces.values()),
-            draining=self._draining,
+        return gather_stats(
+            self._namespaces, self._engines, self._leases, self._ledger, draining=self._draining
         )
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one line each; empty when all is well. Called after every test step."""
-        found = self._engines.check_invariants() + self._ledger.check_invariants()
-        pins: dict[NamespaceId, Places] = {}
-        for residency in self._namespaces.values():
-            found.extend(residency.check_invariants())
-            for session in residency.tier.reserved_by:
-                known = self._engines.get(session) is not None
-                if not known and session != DAEMON_SESSION:
-                    found.append(f"slots are reserved by session {session}, which is forgotten")
-            pins[residency.facts.namespace] = np.zeros_like(residency.tier.lease_pins)
-        for lease in self._leases.all_leases():
-            pins[lease.namespace][lease.all_places()] += 1
-        for namespace, expected in pins.items():
-            if (self._namespaces[namespace].tier.lease_pins != expected).any():
-                found.append(f"namespace {namespace}: lease pins and leases disagree")
-        return found
+        return find_violations(self._namespaces, self._engines, self._leases, self._ledger)
 
     # -------------------------------------------------------------------- namespaces, sessions
 
@@ -538,33 +477,9 @@ class BlockManager:
             raise Forbidden(f"this session has not opened namespace {namespace}: open it first")
         return found
 
-    def _reserved_count(self, session: SessionId) -> int:
-        return sum(
-            residency.tier.reserved_by.get(session, 0) for residency in self._namespaces.values()
-        )
-
-    def _counts_of(self, residency: Residency) -> NamespaceCounts:
-        tier = residency.tier
-        quarantined_count = sum(
-            count
-            for session, count in tier.reserved_by.items()
-            if self._engines.is_quarantined(session)
-        )
-        return NamespaceCounts(
-            namespace=residency.facts.namespace,
-            epoch=residency.epoch,
-            block_count=len(residency.index),
-            slot_count=tier.allocator.slot_count,
-            free_count=tier.allocator.free_count,
-            ready_count=tier.count_in(ReplicaState.READY),
-            reserved_count=tier.count_in(ReplicaState.RESERVED),
-            quarantined_count=quarantined_count,
-            leased_count=tier.leased_count,
-            held_count=tier.held_count(),
-            slot_bytes=residency.facts.slot_bytes,
-            shard_count=residency.facts.shard_count,
-        )
-
 
 def _quiet_requests(asked: list[QuietAsked]) -> list[ins.Instruction]:
     return [ins.RequestQuiet(one.session, one.about) for one in asked]
+
+
+__all__ = ["BlockManager", "ManagerConfig"]

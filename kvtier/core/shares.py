@@ -15,6 +15,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, Session
 from kvtier.core.residency import Residency
+from kvtier.core.settings import ManagerConfig
 from kvtier.core.slabs import SlabLedger, SlabSet
 from kvtier.core.tiers import Watermarks
 from kvtier.types import EngineId, NamespaceId, SessionId, SlabSetId, TierName
@@ -31,19 +32,13 @@ class Shares:
         ledger: SlabLedger,
         namespaces: Mapping[NamespaceId, Residency],
         engines: EngineTable,
-        *,
-        watermarks: Watermarks,
-        stock_divisor: int,
-        growth_wait_seconds: float,
-        idle_seconds: float,
+        config: ManagerConfig,
     ) -> None:
         self._ledger = ledger
         self._namespaces = namespaces
         self._engines = engines
-        self._watermarks = watermarks
-        self._stock_divisor = stock_divisor
-        self._growth_wait_seconds = growth_wait_seconds
-        self._idle_seconds = idle_seconds
+        self._config = config
+        self._watermarks = Watermarks(config.watermark_start, config.watermark_stop)
         self._populated_at = 0.0
         self._used_at: dict[NamespaceId, float] = {}
         self._wanting: dict[NamespaceId, None] = {}  # Ran short since they last grew.
@@ -227,7 +222,7 @@ class Shares:
 
         Likewise while the engine has not mapped all sets: what is evicted might lie in another.
         """
-        since = now - self._growth_wait_seconds
+        since = now - self._config.growth_wait_seconds
         ledger = self._ledger
         under_way = ledger.pending_count >= residency.facts.shard_count - len(ledger.stock)
         if ledger.pending_count and under_way and self._populated_at > since:
@@ -239,7 +234,9 @@ class Shares:
 
     def _stock_count_max(self, residency: Residency) -> int:
         sessions = max(1, self._engines.live_count)
-        return max(1, residency.tier.allocator.slot_count // (self._stock_divisor * sessions))
+        return max(
+            1, residency.tier.allocator.slot_count // (self._config.stock_divisor * sessions)
+        )
 
     def _recalls(
         self, residency: Residency, asking: SessionId, stock_count_max: int
@@ -254,14 +251,16 @@ class Shares:
         """Take a set from who has more than its fair share, if this namespace has less."""
         ledger = self._ledger
         mine = residency.facts.namespace
-        waiting = ledger.pending_count and self._populated_at > now - self._growth_wait_seconds
+        waiting = (
+            ledger.pending_count and self._populated_at > now - self._config.growth_wait_seconds
+        )
         if waiting or any(one.withdrawn for one in ledger.sets.values()):
             return []
         slabs = self._slab_counts()
         claims = {
             namespace
             for namespace in {*slabs, mine}
-            if now - self._used_at.get(namespace, 0.0) <= self._idle_seconds
+            if now - self._used_at.get(namespace, 0.0) <= self._config.idle_seconds
         }
         fair_count = ledger.slab_count_max // max(1, len(claims))
         if slabs.get(mine, 0) + residency.facts.shard_count > max(

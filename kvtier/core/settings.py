@@ -1,0 +1,26 @@
+"""Limits and times of the block manager, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    slab_bytes: int
+    slab_count_max: int
+    lease_seconds_max: float = 60.0
+    lease_margin_seconds: float = 5.0
+    grace_seconds: float = 1.0
+    watermark_start: float = 1.0
+    watermark_stop: float = 0.98
+    # An engine that dies holding leases blocks eviction until deadline + margin. This bounds the
+    # books it can fill; what it can hold is bounded by pin_fraction_max.
+    leases_per_session_max: int = 256
+    pin_fraction_max: float = 0.5
+    # Stock reserved ahead: a session may hold 1 / (stock_divisor * live sessions) of the slots.
+    stock_divisor: int = 8
+    # How long a namespace waits for slabs under way before it evicts its own blocks instead.
+    growth_wait_seconds: float = 5.0
+    # A namespace nobody has used for so long loses its claim to a fair share.
+    idle_seconds: float = 600.0

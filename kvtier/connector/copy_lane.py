@@ -1,0 +1,106 @@
+"""Where copies run: a thread here, CUDA streams later, behind one small interface."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.connector.copying import CopyProgress
+from kvtier.connector.jobs import FailReason, JobResult, OnboardJob
+
+EndHandler = Callable[[CopyProgress], JobResult]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A job as a lane runs it: `steps` until it ends, then `end` makes the result."""
+
+    progress: CopyProgress
+    steps: Iterator[None]
+    end: EndHandler
+
+
+class CopyLane(Protocol):
+    """Runs copies, onboards before offloads, each kind in the order of submission."""
+
+    def submit(self, copy: Copy) -> None:
+        """Take the copy over; returns at once."""
+        ...
+
+    def poll(self) -> list[JobResult]:
+        """The results since the last poll; never waits."""
+        ...
+
+    def close(self) -> None:
+        """End the copy under way, fail the others, then return."""
+        ...
+
+
+class ThreadLane:
+    """One thread; looks for a waiting onboard between two slices of an offload."""
+
+    def __init__(self, *, name: str = "kvtier-copies") -> None:
+        self._changed = threading.Condition()
+        self._onboards: deque[Copy] = deque()
+        self._offloads: deque[Copy] = deque()
+        self._results: deque[JobResult] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, copy: Copy) -> None:
+        is_load = isinstance(copy.progress.job, OnboardJob)
+        with self._changed:
+            if not self._closed:
+                (self._onboards if is_load else self._offloads).append(copy)
+                self._changed.notify()
+                return
+        self._end_unrun(copy)
+
+    def poll(self) -> list[JobResult]:
+        results: list[JobResult] = []
+        while self._results:  # Only this method takes out, so an element seen is there to take.
+            results.append(self._results.popleft())
+        return results
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (copy := self._next()) is not None:
+            for _ in copy.steps:
+                self._run_onboards(copy)
+            self._results.append(copy.end(copy.progress))
+        with self._changed:
+            left = [*self._onboards, *self._offloads]
+        for copy in left:
+            self._end_unrun(copy)
+
+    def _next(self) -> Copy | None:
+        """The next copy; None once closed."""
+        with self._changed:
+            while not self._closed and not self._onboards and not self._offloads:
+                self._changed.wait()
+            if self._closed:
+                return None
+            return (self._onboards or self._offloads).popleft()
+
+    def _run_onboards(self, current: Copy) -> None:
+        """Between two slices of an offload: an engine waits for these."""
+        if isinstance(current.progress.job, OnboardJob):
+            return
+        while self._onboards and not self._closed:
+            copy = self._onboards.popleft()
+            for _ in copy.steps:
+                pass
+            self._results.append(copy.end(copy.progress))
+
+    def _end_unrun(self, copy: Copy) -> None:
+        copy.progress.fail(FailReason.CLOSED, "the worker side is closed")
+        self._results.append(copy.end(copy.progress))

@@ -1,0 +1,114 @@
+"""What the two halves of the planning (onboard, offload) share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvtier.clock import Clock
+from kvtier.connector.client_api import SchedulerClient
+from kvtier.connector.control import Control
+from kvtier.connector.jobs import StepOutcome
+from kvtier.connector.requests import Flight, Request
+from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.stats import ConnectorStats
+from kvtier.errors import KVTierError
+from kvtier.namespace import NamespaceSpec
+
+T = TypeVar("T")
+
+
+class Desk:
+    """The client, the open namespace, the counters, and what the next StepOutcome will say."""
+
+    def __init__(
+        self,
+        client: SchedulerClient,
+        spec: NamespaceSpec,
+        settings: ConnectorSettings,
+        clock: Clock,
+        control: Control,
+    ) -> None:
+        self.client = client
+        self.settings = settings
+        self.clock = clock
+        self.control = control
+        self.stats = ConnectorStats()
+        self.life = 0  # Counts resets: what was planned in another life is void.
+        self.spec = spec
+        self.namespace: Any = client.open_namespace(spec)
+        self.requests: dict[str, Request] = {}
+        self.onboarded: list[str] = []
+        self.failed: list[str] = []
+        self.released: list[str] = []
+        self._job_count = 0
+
+    def session(self) -> Any | None:
+        """The session to plan under; None while there is none, or none that passes slots."""
+        client = self.client
+        if not client.connected or client.by_value:
+            return None
+        state = self.namespace.state
+        session = client.session
+        if state is None or session is None or state.session != session:
+            return None
+        return session
+
+    def next_job_id(self) -> int:
+        self._job_count += 1
+        return self._job_count
+
+    def begin_life(self, spec: NamespaceSpec) -> None:
+        self.life += 1
+        self.spec = spec
+        self.namespace = self.client.open_namespace(spec)
+
+    def ask(
+        self,
+        call: Callable[[], T],
+        on_answer: Callable[[T | KVTierError], None],
+        *,
+        urgent: bool = True,
+    ) -> bool:
+        return self.control.ask(call, on_answer, urgent=urgent)
+
+    def ignore(self, answer: object) -> None:
+        """For calls whose failure mends itself (a lease expires, a lost session's slots return)."""
+        if isinstance(answer, KVTierError):
+            self.note_error(answer)
+
+    def note_error(self, error: KVTierError) -> None:
+        self.stats.call_errors[type(error).__name__] += 1
+
+    def release(self, lease: Any) -> None:
+        self.ask(lambda: self.client.release([lease]), self.ignore)
+
+    def abort(self, namespace: Any, session: Any, slots: Sequence[int]) -> None:
+        """Give slots back unfilled; those of a lost session return when it is quiet."""
+        if slots and session == self.client.session:
+            self.ask(lambda: self.client.abort(namespace, slots, session=session), self.ignore)
+
+    def end_flight(self, job_id: int, flight: Flight) -> None:
+        """No worker touches the flight's device blocks any more."""
+        request = flight.request
+        del request.flights[job_id]
+        self.forget_if_ended(request)
+        if flight.is_held:
+            request.held_flight_count -= 1
+            if request.held_flight_count == 0:
+                self.released.append(request.request_id)
+
+    def forget_if_ended(self, request: Request) -> None:
+        if request.is_finished and not request.flights:
+            self.requests.pop(request.request_id, None)
+
+    def withdraw_verdict(self, request: Request) -> None:
+        """The engine no longer waits for the request's onboard: say nothing about it."""
+        for ids in (self.onboarded, self.failed):
+            if request.request_id in ids:
+                ids.remove(request.request_id)
+
+    def take_outcome(self) -> StepOutcome:
+        outcome = StepOutcome(tuple(self.onboarded), tuple(self.failed), tuple(self.released))
+        self.onboarded, self.failed, self.released = [], [], []
+        return outcome

@@ -1,0 +1,323 @@
+"""The onboard half of the planning: match, acquire, promise, job, release.
+
+Every lease is released exactly once: when its attempt is abandoned (missed, aborted, expired,
+declined) or when every worker has reported the job that used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.connector.client_api import LeaseLike
+from kvtier.connector.desk import Desk
+from kvtier.connector.failed import FailedHashes
+from kvtier.connector.jobs import FailReason, OnboardJob
+from kvtier.connector.requests import Attempt, OnboardFlight, OnboardPhase, Request, Residency
+from kvtier.connector.residency import KnownResident
+from kvtier.errors import KVTierError
+from kvtier.types import Cut
+
+# Reasons that say nothing against the block itself: a new session may well load it.
+_NOT_THE_BLOCK = (FailReason.STALE, FailReason.CLOSED)
+
+
+class Onboarder:
+    """Answers "how many blocks can be onboarded?" from what has arrived."""
+
+    def __init__(self, desk: Desk, known: KnownResident) -> None:
+        self._desk = desk
+        self._known = known
+        settings = desk.settings
+        self._failed = FailedHashes(
+            failed_seconds=settings.failed_seconds, count_max=settings.failed_hashes_max
+        )
+        self._planned: list[OnboardFlight] = []
+        self.flights: dict[int, OnboardFlight] = {}
+        self.open_count = 0  # Acquires under way plus leases held.
+
+    def count(self, request: Request, local_block_count: int) -> int | None:
+        """See SchedulerConnector.get_onboard_count."""
+        if request.phase in (OnboardPhase.LOADING, OnboardPhase.OVER):
+            return 0
+        desk, now = self._desk, self._desk.clock.now()
+        if desk.session() is None:
+            self.restart(request)
+            return 0
+        request.local_block_count = local_block_count
+        rest_count = len(request.prompt) - local_block_count
+        if rest_count < desk.settings.onboard_blocks_min:
+            self._give_up(request)
+            return 0
+        if request.first_attempt_at is None:
+            request.first_attempt_at = now
+        if not request.is_counted:
+            request.is_counted = True
+            desk.stats.asked_blocks += rest_count
+        if request.phase is OnboardPhase.LEASED:
+            if (leased := self._leased_count(request, local_block_count)) is not None:
+                return leased
+            self._abandon(request)  # Cannot be promised any more: a new question, a new wait.
+            request.phase = OnboardPhase.WAITING
+            request.first_attempt_at = now
+        if now - request.first_attempt_at >= desk.settings.onboard_wait_seconds:
+            desk.stats.deadline_missed_requests += 1
+            self._give_up(request)
+            return 0
+        if request.phase is OnboardPhase.WAITING:
+            if self._is_miss(request, local_block_count, now):
+                request.first_attempt_at = None  # Answered; asked again, it is a new question.
+                return 0
+            if self.open_count < desk.settings.acquires_in_flight_max:
+                self._ask_acquire(request, local_block_count, now)
+        return None if request.phase is not OnboardPhase.OVER else 0
+
+    def allocated(self, request: Request, device_blocks: Sequence[int], count: int) -> None:
+        """See SchedulerConnector.on_allocated."""
+        attempt = request.attempt
+        if count <= 0:
+            if request.phase is not OnboardPhase.LOADING:
+                self._give_up(request)
+            return
+        if request.phase is OnboardPhase.LOADING:
+            return  # Told twice: the first one stands.
+        local_count = request.local_block_count
+        if (
+            request.phase is not OnboardPhase.LEASED
+            or attempt is None
+            or attempt.lease is None
+            or count > min(attempt.leased_count - local_count, len(device_blocks))
+        ):
+            # Promised once, but a reset or a lost session came between: the engine waits for us.
+            self._give_up(request)
+            self._desk.failed.append(request.request_id)
+            return
+        self._plan(request, attempt, attempt.lease, device_blocks[:count])
+
+    def note_running(self, request: Request) -> None:
+        """It computes without what was asked for: nobody will want the lease."""
+        if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
+            self._give_up(request)
+
+    def take_plan(self) -> list[OnboardJob]:
+        """Jobs for the workers; those of a session lost meanwhile fail here."""
+        if not self._planned:
+            return []
+        session = self._desk.session()
+        planned, self._planned = self._planned, []
+        jobs = []
+        for flight in planned:
+            if flight.job.session == session:
+                flight.is_planned = True
+                jobs.append(flight.job)
+            else:
+                self.complete(flight, FailReason.STALE)
+        return jobs
+
+    def complete(self, flight: OnboardFlight, failure: FailReason | None) -> None:
+        """Every worker has reported, or none was told."""
+        desk, request, job = self._desk, flight.request, flight.job
+        del self.flights[job.job_id]
+        self._release(flight.attempt)
+        is_held = flight.is_held
+        desk.end_flight(job.job_id, flight)
+        if failure is None:
+            desk.stats.onboarded_blocks += len(job.slots)
+            desk.stats.onboarded_bytes += flight.bytes_count
+        else:
+            desk.stats.onboard_failed_blocks += len(job.slots)
+            if failure not in _NOT_THE_BLOCK and flight.life == desk.life:
+                index = flight.first_index + min(flight.failed_index, len(job.slots) - 1)
+                self._failed.add(request.prompt[index], now=desk.clock.now())
+        if is_held:
+            return  # Finished or preempted meanwhile: `released` says all.
+        request.phase = OnboardPhase.OVER
+        is_good = failure is None and flight.life == desk.life
+        (desk.onboarded if is_good else desk.failed).append(request.request_id)
+
+    def end(self, request: Request) -> None:
+        """The request is finished or preempted: drop what no worker was told of."""
+        for flight in [f for f in self._planned if f.request is request]:
+            self._planned.remove(flight)
+            del self.flights[flight.job.job_id]
+            del request.flights[flight.job.job_id]
+            self._release(flight.attempt)
+        self._give_up(request)
+
+    def restart(self, request: Request) -> None:
+        """The request begins again at token 0, in this life of the namespace."""
+        self._give_up(request)
+        request.phase = OnboardPhase.WAITING
+        request.first_attempt_at = None
+
+    def reset(self, requests: Sequence[Request]) -> None:
+        """Another namespace: leases of the old one end; its jobs fail when they are reported."""
+        planned, self._planned = self._planned, []
+        for flight in planned:
+            self.complete(flight, FailReason.STALE)
+        self._failed.clear()
+        for request in requests:
+            if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
+                self.restart(request)
+
+    # ------------------------------------------------------------------------------- asking
+
+    def _is_miss(self, request: Request, local_block_count: int, now: float) -> bool:
+        if request.residency is not Residency.KNOWN:
+            return False
+        if now - request.matched_at > self._desk.settings.match_fresh_seconds:
+            return False
+        found_count = request.matched_count - local_block_count
+        return found_count < self._desk.settings.onboard_blocks_min
+
+    def _ask_acquire(self, request: Request, local_block_count: int, now: float) -> None:
+        """Leave an acquire with the control thread, which leaves out what failed lately."""
+        desk, settings = self._desk, self._desk.settings
+        attempt = Attempt(local_block_count, self._known.learned_count)
+        failed = self._failed.current(now=now)
+        namespace, prompt, life = desk.namespace, request.prompt, desk.life
+
+        def call() -> LeaseLike | None:
+            hashes = _good_prefix(prompt, failed) if failed else prompt
+            attempt.asked_count = len(hashes)
+            if attempt.is_abandoned or len(hashes) <= attempt.skip_count:
+                return None
+            return desk.client.acquire(
+                namespace,
+                hashes,
+                lease_seconds=settings.lease_seconds,
+                wait_seconds=settings.acquire_wait_seconds,
+                skip_count=attempt.skip_count,
+            )
+
+        def on_answer(answer: LeaseLike | KVTierError | None) -> None:
+            self._on_acquired(request, attempt, life, answer)
+
+        if desk.ask(call, on_answer):
+            self.open_count += 1
+            request.attempt = attempt
+            request.phase = OnboardPhase.ASKED
+        else:
+            request.phase = OnboardPhase.OVER  # Closed.
+
+    def _on_acquired(
+        self,
+        request: Request,
+        attempt: Attempt,
+        life: int,
+        answer: LeaseLike | KVTierError | None,
+    ) -> None:
+        desk = self._desk
+        lease = None if isinstance(answer, KVTierError) else answer
+        if isinstance(answer, KVTierError):
+            desk.note_error(answer)
+        if lease is None or lease.lease_id is None:
+            self.open_count -= 1
+            if not attempt.is_abandoned:
+                request.attempt = None
+                request.phase = OnboardPhase.OVER
+                self._learn(request, attempt, lease, life)
+            return
+        attempt.lease = lease
+        attempt.leased_count = min(attempt.asked_count, lease.leased_count)
+        found_count = attempt.leased_count - attempt.skip_count
+        if attempt.is_abandoned:
+            self._release(attempt)
+            return
+        self._learn(request, attempt, lease, life)
+        too_few = found_count < desk.settings.onboard_blocks_min
+        if too_few or len(lease.slots) < found_count or lease.session != desk.session():
+            self._give_up(request)
+            return
+        desk.stats.matched_blocks += found_count
+        request.phase = OnboardPhase.LEASED
+
+    def _learn(
+        self, request: Request, attempt: Attempt, lease: LeaseLike | None, life: int
+    ) -> None:
+        """An acquire that ended at a miss is as good as a match, and spares one."""
+        if lease is None or life != self._desk.life or request.residency is Residency.KNOWN:
+            return
+        if lease.cut not in (Cut.NONE, Cut.MISS) or attempt.asked_count < len(request.prompt):
+            return
+        request.residency = Residency.KNOWN
+        request.matched_count = request.offload_index = lease.leased_count
+        request.matched_at = self._desk.clock.now()
+        request.match_limit = len(request.prompt)
+        request.match_learned_count = attempt.learned_count
+
+    # ------------------------------------------------------------------------------- promising
+
+    def _leased_count(self, request: Request, local_block_count: int) -> int | None:
+        """Blocks to promise from the lease held; None when it does not do any more."""
+        attempt = request.attempt
+        if attempt is None or attempt.lease is None:
+            return None
+        settings = self._desk.settings
+        slack_ns = int(settings.lease_slack_seconds * 1e9)
+        if self._desk.clock.now_ns() + slack_ns >= attempt.lease.deadline_ns:
+            return None
+        if local_block_count < attempt.skip_count:
+            return None
+        if attempt.lease.session != self._desk.session():
+            return None
+        found_count = attempt.leased_count - local_block_count
+        if found_count < settings.onboard_blocks_min:
+            self._give_up(request)
+            return 0
+        return found_count
+
+    def _plan(
+        self,
+        request: Request,
+        attempt: Attempt,
+        lease: LeaseLike,
+        device_blocks: Sequence[int],
+    ) -> None:
+        desk, first = self._desk, request.local_block_count
+        offset, count = first - attempt.skip_count, len(device_blocks)
+        hashes: tuple[bytes, ...] = ()
+        if desk.settings.verify_one_in:
+            hashes = tuple(request.prompt[first : first + count])
+        job = OnboardJob(
+            job_id=desk.next_job_id(),
+            request_id=request.request_id,
+            session=lease.session,
+            slots=tuple(lease.slots[offset : offset + count].tolist()),
+            device_blocks=tuple(device_blocks),
+            deadline_ns=lease.deadline_ns,
+            hashes=hashes,
+        )
+        flight = OnboardFlight(request, desk.life, job=job, attempt=attempt, first_index=first)
+        request.attempt = None
+        request.phase = OnboardPhase.LOADING
+        request.flights[job.job_id] = flight
+        self.flights[job.job_id] = flight
+        self._planned.append(flight)
+
+    # ------------------------------------------------------------------------------- ending
+
+    def _give_up(self, request: Request) -> None:
+        self._abandon(request)
+        request.phase = OnboardPhase.OVER
+
+    def _abandon(self, request: Request) -> None:
+        attempt, request.attempt = request.attempt, None
+        if attempt is None:
+            return
+        attempt.is_abandoned = True
+        if attempt.lease is not None:
+            self._release(attempt)
+
+    def _release(self, attempt: Attempt) -> None:
+        lease, attempt.lease = attempt.lease, None
+        assert lease is not None, "a lease is released twice"
+        self.open_count -= 1
+        self._desk.release(lease)
+
+
+def _good_prefix(hashes: Sequence[bytes], failed: frozenset[bytes]) -> Sequence[bytes]:
+    """Up to the first hash whose load failed lately. Runs in the control thread: O(blocks)."""
+    for index, block_hash in enumerate(hashes):
+        if block_hash in failed:
+            return hashes[:index]
+    return hashes

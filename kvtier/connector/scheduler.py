@@ -1,0 +1,259 @@
+"""The scheduler side: hooks for the engine's scheduling thread; none of them waits.
+
+The engine calls all hooks from one thread. Calls to the daemon are made by the control thread;
+what has arrived is handled at the start of each hook. Unknown request ids are ignored, never
+asserted on: an engine must not die of its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from kvtier.clock import Clock, SystemClock
+from kvtier.connector.client_api import SchedulerClient
+from kvtier.connector.control import Control, ControlThread
+from kvtier.connector.desk import Desk
+from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
+from kvtier.connector.offloading import Offloader
+from kvtier.connector.onboarding import Onboarder
+from kvtier.connector.requests import Request
+from kvtier.connector.residency import KnownResident
+from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.stats import ConnectorStats
+from kvtier.namespace import NamespaceSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _hook(
+    method: Callable[Concatenate[SchedulerConnector, P], R],
+) -> Callable[Concatenate[SchedulerConnector, P], R]:
+    """Handle what has arrived, then the hook; both are counted in the hook's time."""
+
+    @wraps(method)
+    def run(self: SchedulerConnector, *args: P.args, **kwargs: P.kwargs) -> R:
+        desk = self._desk
+        start_ns = desk.clock.now_ns()
+        desk.control.drain(desk.settings.answers_per_hook_max)
+        result = method(self, *args, **kwargs)
+        desk.stats.note_hook((desk.clock.now_ns() - start_ns) / 1e9)
+        return result
+
+    return cast("Callable[Concatenate[SchedulerConnector, P], R]", run)
+
+
+class SchedulerConnector:
+    """Plans offload and onboard for one engine; one instance, used by one thread."""
+
+    def __init__(
+        self,
+        client: SchedulerClient,
+        spec: NamespaceSpec,
+        *,
+        settings: ConnectorSettings | None = None,
+        clock: Clock | None = None,
+        control: Control | None = None,
+    ) -> None:
+        settings = settings or ConnectorSettings()
+        control = control or ControlThread(background_max=settings.matches_queued_max)
+        self._desk = Desk(client, spec, settings, clock or SystemClock(), control)
+        known = KnownResident(count_max=settings.resident_hashes_max)
+        self._onboarder = Onboarder(self._desk, known)
+        self._offloader = Offloader(self._desk, known)
+        self._requests = self._desk.requests
+        # No quiet handler: the scheduler side touches no slot, and notices a new session at its
+        # next hook. What it has planned under the old one, the workers refuse.
+        client.set_recall_handler(self._on_recall)
+
+    @_hook
+    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """A request arrived. `hashes`: of all full blocks of its prompt. Starts the match."""
+        self._offloader.tend()
+        if request_id in self._requests:
+            return  # Told twice, or the id of one that is not released yet: no kvtier for it.
+        request = Request(request_id, tuple(hashes))
+        self._requests[request_id] = request
+        if request.prompt:
+            self._offloader.ask_match(request)
+
+    @_hook
+    def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:
+        """Blocks after the engine's own `local_block_count` that can be onboarded.
+
+        None: ask again at the next step; 0: nothing, or the wait is over. May be asked repeatedly;
+        a count holds until the next question.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.is_finished:
+            return 0
+        return self._onboarder.count(request, max(0, local_block_count))
+
+    @_hook
+    def on_allocated(
+        self, request_id: str, device_blocks: Sequence[int], onboard_count: int
+    ) -> None:
+        """The engine allocated for the request; with `onboard_count` 0 it declines.
+
+        device_blocks[i] receives block local_block_count + i. With a count above 0 the request
+        must not run until an outcome names it as onboarded or failed.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and not request.is_finished:
+            self._onboarder.allocated(request, device_blocks, onboard_count)
+
+    @_hook
+    def on_blocks_full(
+        self, request_id: str, hashes: Sequence[bytes], device_blocks: Sequence[int]
+    ) -> None:
+        """The request's whole chain so far: confirmed tokens whose KV is computed or onboarded.
+
+        device_blocks[i] holds block i; the engine keeps it unchanged until request_finished,
+        on_preempted or reset, and beyond that as these say.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and not request.is_finished:
+            self._onboarder.note_running(request)
+            self._offloader.note_chain(request, hashes, device_blocks)
+
+    @_hook
+    def build_plan(self) -> StepPlan:
+        """The jobs for the workers, once every step; every worker gets the same plan."""
+        offloads = self._offloader.take_plan()
+        return StepPlan(self._desk.spec, tuple(self._onboarder.take_plan()), tuple(offloads))
+
+    @_hook
+    def on_results(self, results: Sequence[JobResult]) -> StepOutcome:
+        """The workers' reports, and what they mean; call it every step, with () as well."""
+        worker_count = self._desk.settings.worker_count
+        for result in results:
+            if (onboard := self._onboarder.flights.get(result.job_id)) is not None:
+                if onboard.is_planned and onboard.report(result, worker_count=worker_count):
+                    self._onboarder.complete(onboard, onboard.failure)
+                continue
+            offload = self._offloader.flights.get(result.job_id)
+            if offload is None or not offload.is_planned:
+                continue  # Unknown, or reported before: late reports change nothing.
+            if offload.report(result, worker_count=worker_count):
+                self._offloader.complete(offload)
+        return self._desk.take_outcome()
+
+    @_hook
+    def request_finished(self, request_id: str) -> bool:
+        """The request ended, in whatever way, at whatever moment.
+
+        True: keep its device blocks until an outcome's `released` names it (jobs still touch
+        them); False: they are free, and the id will not be heard of again.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if not request.is_finished:
+            self._onboarder.end(request)
+            self._offloader.finish(request)
+            request.is_finished = True
+            request.hold_flights()
+            self._desk.withdraw_verdict(request)
+            self._desk.forget_if_ended(request)
+        return request.held_flight_count > 0
+
+    @_hook
+    def on_preempted(self, request_id: str) -> bool:
+        """The engine takes the request's device blocks away; it will start again at token 0.
+
+        True: keep them until `released` names the request. Without the setting
+        `holds_preempted_blocks` that happens only while an onboard writes into them.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.is_finished:
+            return False
+        is_held = self._desk.settings.holds_preempted_blocks
+        self._desk.withdraw_verdict(request)
+        if len(request.chain) > len(request.prompt):
+            request.prompt = tuple(request.chain)  # What it had computed may be onboarded, too.
+        self._onboarder.end(request)
+        self._offloader.preempt(request, is_held=is_held)
+        request.hold_flights(onboards_only=not is_held)
+        request.may_offload = True
+        self._onboarder.restart(request)
+        return request.held_flight_count > 0
+
+    @_hook
+    def reset(self, spec: NamespaceSpec) -> None:
+        """The engine dropped its own KV (new weights): go on in another namespace.
+
+        Requests that were begun before offload again only after they were preempted: their KV may
+        mix both weights. Onboards under way are reported as failed.
+        """
+        requests = list(self._requests.values())
+        self._offloader.reset(requests)
+        self._onboarder.reset(requests)
+        self._desk.begin_life(spec)
+
+    @_hook
+    def hint(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        session_end: bool = False,
+        paused_seconds: float | None = None,
+        turn_kind: str | None = None,
+    ) -> None:
+        """Advice to the daemon's policies about a user's session; may be dropped."""
+        desk, namespace, prefix = self._desk, self._desk.namespace, tuple(hashes)
+        if desk.session() is not None:
+            desk.ask(
+                lambda: desk.client.hint(
+                    namespace,
+                    prefix,
+                    session_end=session_end,
+                    paused_seconds=paused_seconds,
+                    turn_kind=turn_kind,
+                ),
+                desk.ignore,
+                urgent=False,
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an idle engine should go on stepping, so that copies and commits end."""
+        offloader, desk = self._offloader, self._desk
+        if desk.onboarded or desk.failed or desk.released:
+            return True
+        return bool(self._onboarder.flights or offloader.flights or len(offloader.moving))
+
+    @property
+    def stock_count(self) -> int:
+        """Slots reserved ahead that wait for a block."""
+        return len(self._offloader.stock)
+
+    @property
+    def request_count(self) -> int:
+        """Requests remembered: those not finished, and those whose device blocks are held."""
+        return len(self._requests)
+
+    def stats(self) -> ConnectorStats:
+        return self._desk.stats.copy()
+
+    def close(self) -> None:
+        """Give leases and slots back as far as time allows; the client stays open."""
+        self._desk.control.drain(self._desk.settings.answers_per_hook_max)
+        for request in list(self._requests.values()):
+            self._onboarder.end(request)
+        self._offloader.close()
+        self._desk.control.close(self._desk.settings.close_seconds)
+
+    def check_invariants(self) -> list[str]:
+        """Violations, each in words; for tests."""
+        return self._offloader.check_invariants()
+
+    def _on_recall(self, namespace: Any, count: int) -> None:
+        """Called in a thread of the client's."""
+
+        def note() -> None:
+            if namespace is self._desk.namespace:
+                self._offloader.recall(count)
+
+        self._desk.control.post(note)

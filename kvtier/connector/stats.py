@@ -1,0 +1,45 @@
+"""Counters of the scheduler side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Counts since the start; `stats()` of the connector hands out a copy.
+
+    Once nothing is in flight: offload_planned_blocks = committed_blocks + present_blocks + the
+    blocks dropped after planning.
+    """
+
+    asked_blocks: int = 0  # Of first attempts: prompt blocks the engine did not have itself.
+    matched_blocks: int = 0  # Of these, leased.
+    onboarded_blocks: int = 0
+    onboard_failed_blocks: int = 0
+    deadline_missed_requests: int = 0
+    offload_planned_blocks: int = 0
+    offloaded_blocks: int = 0  # Copied by every worker.
+    committed_blocks: int = 0
+    present_blocks: int = 0  # Somebody else had committed them before us.
+    dropped_blocks: Counter[str] = field(default_factory=Counter)  # By reason.
+    onboarded_bytes: int = 0
+    offloaded_bytes: int = 0
+    call_errors: Counter[str] = field(default_factory=Counter)  # By name of the error.
+    hook_count: int = 0
+    hook_seconds: float = 0.0
+    hook_seconds_max: float = 0.0
+
+    def note_hook(self, seconds: float) -> None:
+        self.hook_count += 1
+        self.hook_seconds += seconds
+        if seconds > self.hook_seconds_max:
+            self.hook_seconds_max = seconds
+
+    def copy(self) -> ConnectorStats:
+        return replace(
+            self,
+            dropped_blocks=Counter(self.dropped_blocks),
+            call_errors=Counter(self.call_errors),
+        )

@@ -1,0 +1,336 @@
+"""A client and its daemon in one object, in memory: enough of both for the connector's tests.
+
+Calls answer at once, from the thread that makes them; delays come from a stepped control thread.
+What a connector must never do (end a lease twice, commit a slot it does not hold) is written down
+in `violations`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.clock import Clock
+from kvtier.errors import KVTierError, NotReserved, StaleSlot, Unavailable
+from kvtier.namespace import NamespaceSpec
+from kvtier.types import CommitOutcome, Cut, PrefixMatch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeSession:
+    generation: int
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FakeState:
+    epoch: int
+    session: FakeSession
+
+
+@dataclass(slots=True, eq=False)
+class FakeNamespace:
+    """The daemon's side of a namespace, and the client's handle of it."""
+
+    spec: NamespaceSpec
+    client: FakeClient
+    epoch: int = 1
+    resident: dict[bytes, int] = field(default_factory=dict)  # Hash to slot, parents first.
+    parents: dict[bytes, bytes | None] = field(default_factory=dict)
+
+    @property
+    def state(self) -> FakeState | None:
+        session = self.client.session
+        return None if session is None else FakeState(self.epoch, session)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FakeLease:
+    lease_id: int | None
+    session: FakeSession
+    leased_count: int
+    slots: npt.NDArray[np.uint32]
+    deadline_ns: int
+    cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class FakeReservation:
+    session: FakeSession
+    slots: npt.NDArray[np.uint32]
+    epoch: int
+    stock_count_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCommit:
+    """One block of one Commit, in the order the daemon saw them."""
+
+    block_hash: bytes
+    parent: bytes | None
+    outcome: CommitOutcome
+    checksum: int | None
+
+
+class FakeArena:
+    def __init__(self, client: FakeClient, shard: int) -> None:
+        self._client = client
+        self._shard = shard
+
+    @contextmanager
+    def hold(self, slots: Sequence[int], session: FakeSession) -> Iterator[list[Bytes]]:
+        if session in self._client.refused or session.generation != self._client.generation:
+            raise StaleSlot("the session these slots were given under is lost")
+        yield [self._client.memory[self._shard][slot] for slot in slots]
+
+
+class FakeClient:
+    """See the module; single-threaded but for `quiet`, which waits for the workers."""
+
+    def __init__(
+        self, clock: Clock, *, slot_count: int = 64, shard_bytes: int = 16, shard_count: int = 1
+    ) -> None:
+        self._clock = clock
+        self.memory = np.zeros((shard_count, slot_count, shard_bytes), dtype=np.uint8)
+        self.free = list(range(slot_count))
+        self.reserved: dict[int, FakeSession] = {}
+        self.leases: dict[int, list[int]] = {}  # Lease id to pinned slots.
+        self._lease_sessions: dict[int, FakeSession] = {}
+        self.generation = 1
+        self.session: FakeSession | None = FakeSession(1, 1)
+        self.by_value = False
+        self.stock_count_max = slot_count
+        self.refused: set[FakeSession] = set()
+        self.namespaces: dict[bytes, FakeNamespace] = {}  # By fingerprint.
+        self.calls: Counter[str] = Counter()
+        self.commits: list[FakeCommit] = []
+        self.hashes_asked: list[int] = []  # Length of each acquire.
+        self.violations: list[str] = []
+        self._errors: dict[str, list[KVTierError]] = {}
+        self._quiet_handlers: list[Callable[[FakeSession], None]] = []
+        self._recall_handler: Callable[[FakeNamespace, int], None] | None = None
+        self._lease_count = 0
+        self._session_count = 1
+        self._waste: list[int] = []  # Slots whose replica went while a lease pinned them.
+
+    # ------------------------------------------------------------------------------- the script
+
+    def fail_next(self, call: str, error: KVTierError) -> None:
+        """The next `call` raises `error` and changes nothing."""
+        self._errors.setdefault(call, []).append(error)
+
+    def disconnect(self) -> None:
+        """The daemon is gone; the session that was is lost."""
+        if self.session is not None:
+            self.refused.add(self.session)
+        self.session = None
+
+    def reconnect(self, *, restarted: bool = False) -> None:
+        """A new session; with `restarted` of a daemon that remembers nothing."""
+        self.disconnect()
+        if restarted:
+            self.generation += 1
+            for namespace in self.namespaces.values():
+                self._void(namespace)
+            self.free = list(range(self.memory.shape[1]))
+            self.reserved.clear()
+            self.leases.clear()
+            self._waste.clear()
+        self._session_count += 1
+        self.session = FakeSession(self.generation, self._session_count)
+
+    def quiet(self) -> None:
+        """Let every handler drain the lost sessions; then their slots and leases return."""
+        for session in sorted(self.refused, key=lambda s: s.session_id):
+            for handler in self._quiet_handlers:
+                handler(session)
+        for slot, session in list(self.reserved.items()):
+            if session != self.session:
+                del self.reserved[slot]
+                self.free.append(slot)
+        for lease_id in list(self.leases):
+            if self._lease_sessions[lease_id] != self.session:
+                del self.leases[lease_id]
+        self._free_waste()
+
+    def recall(self, namespace: FakeNamespace, count: int) -> None:
+        if self._recall_handler is not None:
+            self._recall_handler(namespace, count)
+
+    def evict(self, namespace: FakeNamespace, block_hash: bytes) -> None:
+        """The block and all behind it, unless a lease pins one of them."""
+        gone = [block_hash]
+        for child, parent in namespace.parents.items():
+            if parent in gone:
+                gone.append(child)
+        pinned = {slot for slots in self.leases.values() for slot in slots}
+        if any(namespace.resident[name] in pinned for name in gone):
+            return
+        for name in reversed(gone):
+            self.free.append(namespace.resident.pop(name))
+            del namespace.parents[name]
+
+    def clear(self, namespace: FakeNamespace) -> None:
+        self._void(namespace)
+        namespace.epoch += 1
+
+    def _void(self, namespace: FakeNamespace) -> None:
+        pinned = {slot for slots in self.leases.values() for slot in slots}
+        for slot in namespace.resident.values():
+            (self._waste if slot in pinned else self.free).append(slot)
+        namespace.resident.clear()
+        namespace.parents.clear()
+
+    # ------------------------------------------------------------------------------- the client
+
+    @property
+    def connected(self) -> bool:
+        return self.session is not None
+
+    def open_namespace(self, spec: NamespaceSpec) -> FakeNamespace:
+        return self.namespaces.setdefault(spec.fingerprint(), FakeNamespace(spec, self))
+
+    def match(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> PrefixMatch:
+        self._begin("match")
+        count = self._matched_count(namespace, hashes)
+        return PrefixMatch(count, count)
+
+    def acquire(
+        self,
+        namespace: FakeNamespace,
+        hashes: Sequence[bytes],
+        *,
+        lease_seconds: float | None = None,
+        wait_seconds: float = 0.0,
+        skip_count: int = 0,
+    ) -> FakeLease:
+        session = self._begin("acquire")
+        self.hashes_asked.append(len(hashes))
+        count = self._matched_count(namespace, hashes)
+        cut = Cut.NONE if count == len(hashes) else Cut.MISS
+        slots = [namespace.resident[block_hash] for block_hash in hashes[:count]]
+        deadline_ns = self._clock.now_ns() + int((lease_seconds or 30.0) * 1e9)
+        given = np.array(slots[skip_count:], dtype=np.uint32)
+        if count == 0:
+            return FakeLease(None, session, 0, given, deadline_ns, cut)
+        self._lease_count += 1
+        self.leases[self._lease_count] = slots
+        self._lease_sessions[self._lease_count] = session
+        return FakeLease(self._lease_count, session, count, given, deadline_ns, cut)
+
+    def release(self, leases: Sequence[FakeLease]) -> int:
+        session = self._begin("release")
+        for lease in leases:
+            if lease.session != session:
+                continue
+            if lease.lease_id is None or self.leases.pop(lease.lease_id, None) is None:
+                self.violations.append(f"lease {lease.lease_id} was released, but is not held")
+        self._free_waste()
+        return len(leases)
+
+    def reserve(self, namespace: FakeNamespace, count: int) -> FakeReservation:
+        session = self._begin("reserve")
+        held_count = sum(owner == session for owner in self.reserved.values())
+        slots = self.free[: max(0, min(count, self.stock_count_max - held_count))]
+        self.free = self.free[len(slots) :]
+        self.reserved.update(dict.fromkeys(slots, session))
+        given = np.array(slots, dtype=np.uint32)
+        return FakeReservation(session, given, namespace.epoch, self.stock_count_max)
+
+    def commit(
+        self,
+        namespace: FakeNamespace,
+        hashes: Sequence[bytes],
+        slots: Sequence[int],
+        *,
+        parent: bytes | None = None,
+        session: FakeSession,
+        epoch: int,
+        checksums: Sequence[int] | None = None,
+    ) -> list[CommitOutcome]:
+        self._check_reserved("commit", slots, session)
+        outcomes = []
+        for index, (block_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
+            del self.reserved[slot]
+            outcome = CommitOutcome.READY
+            if epoch != namespace.epoch:
+                outcome = CommitOutcome.VOID
+            elif block_hash in namespace.resident:
+                outcome = CommitOutcome.PRESENT
+            elif parent is not None and parent not in namespace.resident:
+                outcome = CommitOutcome.NO_PARENT
+            if outcome is CommitOutcome.READY:
+                namespace.resident[block_hash] = slot
+                namespace.parents[block_hash] = parent
+            else:
+                self.free.append(slot)
+            checksum = None if checksums is None else checksums[index]
+            self.commits.append(FakeCommit(block_hash, parent, outcome, checksum))
+            outcomes.append(outcome)
+            parent = block_hash
+        return outcomes
+
+    def abort(self, namespace: FakeNamespace, slots: Sequence[int], *, session: FakeSession) -> int:
+        self._check_reserved("abort", slots, session)
+        for slot in slots:
+            del self.reserved[slot]
+            self.free.append(slot)
+        return len(slots)
+
+    def hint(
+        self,
+        namespace: FakeNamespace,
+        hashes: Sequence[bytes],
+        *,
+        session_end: bool = False,
+        paused_seconds: float | None = None,
+        turn_kind: str | None = None,
+    ) -> bool:
+        self._begin("hint")
+        return False
+
+    def arena(self, namespace: FakeNamespace, shard: int = 0) -> FakeArena:
+        return FakeArena(self, shard)
+
+    def add_quiet_handler(self, handler: Callable[[FakeSession], None]) -> None:
+        self._quiet_handlers.append(handler)
+
+    def set_recall_handler(self, handler: Callable[[FakeNamespace, int], None] | None) -> None:
+        self._recall_handler = handler
+
+    # ------------------------------------------------------------------------------- helpers
+
+    def _begin(self, call: str) -> FakeSession:
+        self.calls[call] += 1
+        if errors := self._errors.get(call):
+            raise errors.pop(0)
+        if self.session is None:
+            raise Unavailable("the fake daemon is gone")
+        return self.session
+
+    def _check_reserved(self, call: str, slots: Sequence[int], session: FakeSession) -> None:
+        current = self._begin(call)
+        if session != current:
+            raise StaleSlot("the slots were given under a lost session")
+        for slot in slots:
+            if self.reserved.get(slot) != session:
+                self.violations.append(f"{call} of slot {slot}, which is not reserved")
+                raise NotReserved(f"slot {slot} is not reserved")
+
+    def _free_waste(self) -> None:
+        pinned = {slot for slots in self.leases.values() for slot in slots}
+        self.free += [slot for slot in self._waste if slot not in pinned]
+        self._waste = [slot for slot in self._waste if slot in pinned]
+
+    def _matched_count(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> int:
+        for index, block_hash in enumerate(hashes):
+            if block_hash not in namespace.resident:
+                return index
+        return len(hashes)

@@ -1,11 +1,15 @@
 """The slabs this process has mapped, and who may still touch them.
 
 Invariants:
-  (0) A view is given out only for a slot of a slab that is mapped for the daemon's current
-      generation, not withdrawn, and under a session that nobody asked us to be quiet about.
+  (0) A view is given out only for a slot of a slab that is mapped under our current session, not
+      withdrawn, and under a session of the daemon's current life that nobody asked us to be quiet
+      about.
   (1) A slab is unmapped only when nobody holds a view of it: `Mapping` sees to that.
-  (2) `wait_quiet(session)` returns True only when no `hold` under that session is open, and none
-      can open afterwards.
+  (2) `wait_quiet(session)` returns True only when no hold under that session is open, none can
+      open afterwards, and every slab that was mapped under it, were it our own, is unmapped.
+
+After a reconnect the daemon offers its slabs anew and they are mapped anew: to keep the old
+mappings would be faster, but then nobody could say what Quiet about the old session is true of.
 """
 
 from __future__ import annotations
@@ -26,13 +30,16 @@ from kvtier.errors import BadFrame, StaleSlot
 from kvtier.memory import Bytes, Mapping
 from kvtier.v1 import kvtier_pb2 as pb
 
+# How often a slab is looked at that somebody still holds a view of.
+LEAVING_POLL_SECONDS = 0.05
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
     """One mapped slab."""
 
     offer: pb.SlabOffered
-    file_id: tuple[int, int]  # Device and inode: tells a new offer of the same file.
+    session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
 
 
@@ -65,8 +72,8 @@ class ArenaTable:
         self._changed = threading.Condition()
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
-        self._parked: dict[tuple[int, int], Slab] = {}  # Of a lost session; may be offered again.
         self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
+        self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
         # A refused session stays refused for the generation's life: an instruction under it may
         # come at any time. One int each; a session lasts at least one reconnect delay.
@@ -78,45 +85,27 @@ class ArenaTable:
     def enter_generation(self, generation: int) -> None:
         """The daemon's pool has a new life: everything mapped before is void."""
         with self._changed:
-            if generation == self._generation:
-                return
-            self._leaving += [*self._slabs.values(), *self._parked.values()]
-            self._slabs.clear()
-            self._parked.clear()
-            self._rows.clear()
-            self._refused.clear()
-            self._generation = generation
+            if generation != self._generation:
+                self.void_all()
+                self._refused.clear()
+                self._generation = generation
 
-    def park_all(self) -> None:
-        """Our session is lost: refuse every slab until the daemon offers it again."""
+    def void_all(self) -> None:
+        """Our session is lost or ends: refuse every slab; pages go with their last view."""
         with self._changed:
-            self._parked.update(self._slabs)
+            self._leaving += self._slabs.values()
             self._slabs.clear()
             self._rows.clear()
+            self._reap()
 
-    def leave_parked(self) -> None:
-        """All copies under the lost session have ended: what was not offered again goes."""
-        with self._changed:
-            self._leaving += self._parked.values()
-            self._parked.clear()
-
-    def add(self, offer: pb.SlabOffered, fd: int) -> None:
+    def add(self, offer: pb.SlabOffered, fd: int, session: SessionRef) -> None:
         """Map an offered slab; the fd stays the caller's. Raises BadFrame, OSError."""
-        facts = os.fstat(fd)
-        _check_offer(offer, facts.st_size)
-        file_id = (facts.st_dev, facts.st_ino)
+        _check_offer(offer, os.fstat(fd).st_size)
         with self._changed:
             key = (offer.shard, offer.slab_id)
             if key in self._slabs:
                 raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
-            parked = self._parked.pop(key, None)
-            if parked is not None and (parked.file_id, parked.offer) == (file_id, offer):
-                slab = parked
-            else:
-                if parked is not None:
-                    self._leaving.append(parked)
-                slab = Slab(offer, file_id, Mapping(fd, offer.slab_bytes))
-            self._slabs[key] = slab
+            self._slabs[key] = Slab(offer, session, Mapping(fd, offer.slab_bytes))
             self._rebuild(offer.namespace_id, offer.shard)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
@@ -127,16 +116,18 @@ class ArenaTable:
                 self._leaving.append(slab)
                 self._rebuild(slab.offer.namespace_id, shard)
 
-    def take_unmapped(self) -> list[pb.SlabOffered]:
-        """Slabs whose last view has gone since the last time; they are unmapped now."""
+    def take_unmapped(self, session: SessionRef) -> list[pb.SlabOffered]:
+        """Slabs of our session that were withdrawn and are unmapped now; each is told once."""
         with self._changed:
-            gone = [slab for slab in self._leaving if slab.mapping.close()]
-            self._leaving = [slab for slab in self._leaving if slab not in gone]
-            return [slab.offer for slab in gone]
+            self._reap()
+            gone = [slab.offer for slab in self._unmapped if slab.session == session]
+            self._unmapped.clear()
+            return gone
 
     @property
-    def leaving_count(self) -> int:
-        return len(self._leaving)
+    def is_leaving(self) -> bool:
+        """Whether a slab waits for its last view to go."""
+        return bool(self._leaving)
 
     def refuse(self, session: SessionRef) -> None:
         """No view under this session any more: it is lost, ours or another process's."""
@@ -145,21 +136,24 @@ class ArenaTable:
                 self._refused.add(session.session_id)
 
     def wait_quiet(self, session: SessionRef, timeout_seconds: float) -> bool:
-        """True when no hold under the (refused) session is open."""
+        """Until invariant (2) holds for the (refused) session."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._held[session] == 0, timeout=timeout_seconds)
+            for _ in range(max(1, round(timeout_seconds / LEAVING_POLL_SECONDS))):
+                self._reap()
+                if not self._is_touched(session):
+                    return True
+                self._changed.wait(LEAVING_POLL_SECONDS)
+            return not self._is_touched(session)
 
-    def close(self) -> None:
-        """Refuse everything; pages go with their last view."""
-        with self._changed:
-            self._leaving += [*self._slabs.values(), *self._parked.values()]
-            self._slabs.clear()
-            self._parked.clear()
-            self._rows.clear()
-            self._generation = None
-            for slab in self._leaving:
-                slab.mapping.close()
-            self._leaving.clear()
+    def _is_touched(self, session: SessionRef) -> bool:
+        slabs = [*self._slabs.values(), *self._leaving]
+        return self._held[session] > 0 or any(slab.session == session for slab in slabs)
+
+    def _reap(self) -> None:
+        """Unmap what nobody holds a view of."""
+        gone = [slab for slab in self._leaving if slab.mapping.close()]
+        self._leaving = [slab for slab in self._leaving if slab not in gone]
+        self._unmapped += gone
 
     def _rebuild(self, namespace_id: int, shard: int) -> None:
         here = [
@@ -210,8 +204,9 @@ class ArenaTable:
             self._changed.notify_all()
 
     @property
-    def is_held(self) -> bool:
-        return bool(self._held)
+    def is_in_use(self) -> bool:
+        """Whether any hold is open, or a view of a refused slab is left."""
+        return bool(self._held or self._leaving)
 
     def slot_count(self, namespace: Namespace, shard: int) -> int:
         state = namespace.state

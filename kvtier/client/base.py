@@ -117,7 +117,7 @@ class ClientBase:
         self._link.start_closing()
         self._keeper.stop()
         self._link.callbacks.join(self._link.settings.connect_timeout_seconds)
-        self._link.arenas.close()
+        self._link.arenas.void_all()
 
 
 class Reported:

@@ -225,7 +225,7 @@ class Link:
                 self._why_absent = why
             for namespace in self._namespaces.values():
                 namespace.state = None
-        self.arenas.park_all()
+        self.arenas.void_all()
 
     def probe_answered(self, session: OpenSession) -> None:
         self._move(session, BreakerEvent.ANSWERED)
@@ -290,7 +290,6 @@ class Link:
         while not self.arenas.wait_quiet(ref, HANDLER_RETRY_SECONDS):
             if self._closing:
                 return
-        self.arenas.leave_parked()
         with self._changed:
             if ref in self._quiet_begun:  # Not of a generation that has ended meanwhile.
                 self._quiet_done.add(ref)

@@ -172,10 +172,10 @@ class Plans:
         hashes: Hashes,
         slots: Slots | Sequence[int],
         *,
-        parent: bytes | None,
+        parent: bytes | None = None,
         session: SessionRef,
         epoch: int,
-        checksums: Sequence[int] | npt.NDArray[np.uint64] | None,
+        checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
     ) -> Plan[pb.CommitRequest, pb.CommitResponse, list[CommitOutcome]]:
         opened, state = self._link.begin(namespace)
         _need_current(opened, session)

@@ -170,7 +170,7 @@ class SessionKeeper:
                 self._link.session_lost("the session is being replaced")
             finally:
                 # Copies under way would outlive a Bye: then the end of the process is the proof.
-                is_drained = not self._link.arenas.is_held
+                is_drained = not self._link.arenas.is_in_use
                 self._door.close(orderly=self._link.is_closing() and is_drained)
             if self._link.clock.now() - opened_at > self._link.settings.retry_seconds_max:
                 backoff.reset()

@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from kvtier.client import codec, session_socket
+from kvtier.client.arena import LEAVING_POLL_SECONDS
 from kvtier.client.doors import Identity, SessionEnded, is_protocol_known
 from kvtier.client.forks import fork_guard
 from kvtier.client.link import Link, OpenSession
@@ -27,8 +28,6 @@ from kvtier.paths import grpc_socket_path
 from kvtier.types import PROTOCOL_VERSION
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
-
-LEAVING_POLL_SECONDS = 0.05
 
 logger = logging.getLogger("kvtier.client")
 
@@ -155,7 +154,7 @@ class SocketDoor:
     @property
     def due_seconds(self) -> float | None:
         """A withdrawn slab whose views are in use must be looked at again."""
-        return LEAVING_POLL_SECONDS if self._link.arenas.leaving_count else None
+        return LEAVING_POLL_SECONDS if self._link.arenas.is_leaving else None
 
     @property
     def has_unsent(self) -> bool:
@@ -168,7 +167,8 @@ class SocketDoor:
                 message = codec.spec_message(namespace.spec)
                 frame = pb.OpenNamespace(spec=message, about=namespace.about)
                 self._unsent.append(pb.ClientFrame(open_namespace=frame))
-        for offer in self._link.arenas.take_unmapped():
+        assert self._current is not None
+        for offer in self._link.arenas.take_unmapped(self._current):
             unmapped = pb.SlabUnmapped(slab_id=offer.slab_id, shard=offer.shard)
             self._unsent.append(pb.ClientFrame(slab_unmapped=unmapped))
         # After the slabs: quiet means that nothing is touched any more.
@@ -234,8 +234,9 @@ class SocketDoor:
             )
             self._link.fall_back_to_values(reason)
             return
+        assert self._current is not None
         try:
-            self._link.arenas.add(offer, packet.fds[0])
+            self._link.arenas.add(offer, packet.fds[0], self._current)
         except OSError as error:
             self._link.fall_back_to_values(f"a slab cannot be mapped: {error}")
             return

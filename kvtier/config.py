@@ -99,11 +99,6 @@ class DramConfig:
         "Size of one slab, a multiple of 2 MiB. auto: a sixteenth of the budget, between "
         "64 MiB (or the whole budget) and 1 GiB.",
     )
-    pages: str = option(
-        "auto",
-        Choice("auto", "hugetlb", "thp", "collapsed", "base"),
-        "Kind of pages. auto: the best that works here: hugetlb, thp, collapsed, then base (4 KiB).",
-    )
     populate_threads: int = option(
         2, Count(1, 64), "Threads that populate slabs in the background."
     )

@@ -1,0 +1,115 @@
+"""HTTP for people and Prometheus: /metrics and /healthz, on loopback, in a thread of its own.
+
+A thread, because /healthz must answer when the event loop does not. Whatever touches the daemon's
+state runs on the loop; the thread only waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+
+from kvtier.clock import Clock
+from kvtier.config_values import split_address
+from kvtier.errors import ConfigError
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.reporter import Reporter
+
+# The loop ticks once a second at least; three missed ticks are no hiccup.
+TICK_AGE_SECONDS_MAX = 3.0
+ANSWER_SECONDS_MAX = 5.0
+REQUEST_SECONDS_MAX = 5.0  # One request at a time: a silent client may block others this long.
+TEXT = "text/plain; charset=utf-8"
+METRICS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+Answer = tuple[HTTPStatus, str, bytes]
+
+
+class AdminServer:
+    """Listens when made; answers after `start`."""
+
+    def __init__(self, address: str, core: CoreLoop, reporter: Reporter, clock: Clock) -> None:
+        self._core = core
+        self._reporter = reporter
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        host, port = split_address("admin.address", address)
+        try:
+            self._server = _Server((host, port), self._answer)
+        except OSError as error:
+            raise ConfigError(
+                f"admin.address {address}: {error.strerror}; choose another port, or off"
+            ) from None
+        bound = self._server.server_address
+        self.address = f"{host if ':' not in host else f'[{host}]'}:{bound[1]}"
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        serve = threading.Thread(
+            target=self._server.serve_forever, args=(1.0,), name="kvtier-admin", daemon=True
+        )
+        serve.start()
+
+    def close(self) -> None:
+        """The thread is a daemon thread: nothing waits for it."""
+        self._server.socket.close()
+
+    def _answer(self, path: str) -> Answer:
+        if path == "/metrics":
+            return self._metrics()
+        if path == "/healthz":
+            return self._health()
+        return HTTPStatus.NOT_FOUND, TEXT, b"here are /metrics and /healthz\n"
+
+    def _metrics(self) -> Answer:
+        assert self._loop is not None, "asked before the start"
+        work = asyncio.run_coroutine_threadsafe(self._text(), self._loop)
+        try:
+            return HTTPStatus.OK, METRICS_TEXT, work.result(ANSWER_SECONDS_MAX)
+        except TimeoutError:
+            work.cancel()
+            return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"the event loop does not answer\n"
+
+    async def _text(self) -> bytes:
+        return self._reporter.metrics_text()
+
+    def _health(self) -> Answer:
+        age = self._clock.now() - self._core.ticked_at
+        if age > TICK_AGE_SECONDS_MAX:
+            text = f"the event loop has not ticked for {age:.1f} s\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, text.encode()
+        return HTTPStatus.OK, TEXT, b"ok\n"
+
+
+class _Server(http.server.HTTPServer):
+    def __init__(self, address: tuple[str, int], answer: Callable[[str], Answer]) -> None:
+        self.answer = answer
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without the base class's reverse DNS query, which can take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.server_address[1]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = REQUEST_SECONDS_MAX
+    server: _Server
+
+    def do_GET(self) -> None:
+        status, kind, body = self.server.answer(self.path.partition("?")[0])
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        """Scrapes are no events."""

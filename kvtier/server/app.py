@@ -1,0 +1,198 @@
+"""The daemon: builds all parts, runs them in one TaskGroup, drains and ends.
+
+Order of a start: lock, sockets bound, READY, and only then is the pool populated in the background.
+Order of an end: refuse new work, wait for what is held (at most `drain_seconds`), stop answering,
+stop threads, remove the sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvloop
+
+from kvtier.config import Config
+from kvtier.config_values import format_bytes
+from kvtier.core.events import DrainStarted
+from kvtier.errors import ConfigError
+from kvtier.paths import default_socket_path
+from kvtier.server import logs
+from kvtier.server.build import Parts, Plan, build, plan_memory
+from kvtier.server.instance import (
+    clear_way,
+    default_state_dir,
+    locked,
+    notify_systemd,
+    raise_open_files,
+)
+
+log = logging.getLogger(__name__)
+
+# A thread that computes in Python delays the event loop by this at most (the default is 5 ms).
+SWITCH_SECONDS = 0.0005
+HOUSEKEEPING_SECONDS = 5.0
+DRAIN_POLL_SECONDS = 0.05
+GRPC_GRACE_SECONDS = 0.5
+FILES_RESERVE = 128  # Ours: libraries, epoll, slabs' table, gRPC connections of a few tools.
+
+
+def serve(config: Config) -> int:
+    """Run the daemon until it is told to end; the exit code."""
+    if sys.flags.optimize:
+        raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
+    logs.configure(config.log.format, config.log.level)
+    plan = _plan(config)
+    with locked(plan.state_dir):
+        raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)
+        clear_way(plan.socket, socket.SOCK_SEQPACKET)
+        clear_way(plan.grpc_socket, socket.SOCK_STREAM)
+        sys.setswitchinterval(SWITCH_SECONDS)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, plan))
+
+
+class _Stopped(Exception):
+    """Not an error: the orderly end of the TaskGroup."""
+
+
+async def _serve(config: Config, plan: Plan) -> int:
+    parts = await build(config, plan)
+    daemon = Daemon(config, parts)
+    exit_code = 0
+    try:
+        await daemon.run()
+    except* _Stopped:
+        pass
+    except* Exception as failures:  # Our own mistakes: each is told with its traceback.
+        exit_code = 1
+        for failure in failures.exceptions:
+            log.critical("daemon failed", exc_info=failure)
+    finally:
+        await daemon.close()
+    return exit_code
+
+
+class Daemon:
+    """The running daemon."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self._config = config
+        self._parts = parts
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Ends by raising: _Stopped after a signal, anything else when something failed."""
+        parts = self._parts
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        async with asyncio.TaskGroup() as tasks:
+            parts.core.start(tasks, parts.effects)
+            parts.mover.start(tasks)
+            parts.socket.start(tasks)
+            tasks.create_task(self._housekeep())
+            await parts.grpc.start()
+            if parts.admin is not None:
+                parts.admin.start(loop)
+            self._announce()
+            parts.slabs.start(tasks)
+            gc.collect()
+            gc.freeze()  # What exists now lives as long as we do: never traverse it again.
+            await self._stop.wait()
+            await self._drain()
+            raise _Stopped
+
+    async def close(self) -> None:
+        parts = self._parts
+        parts.socket.close()
+        await parts.grpc.stop(GRPC_GRACE_SECONDS)
+        if parts.admin is not None:
+            parts.admin.close()
+        parts.sessions.close()
+        parts.slabs.stop()
+        parts.mover.stop()
+        parts.pool.close()
+        self._remove_sockets()
+        log.info("daemon ended")
+
+    def _announce(self) -> None:
+        """READY: sockets answer. The pool is populated from now on."""
+        plan = self._parts.plan
+        facts = {
+            "socket": plan.socket,
+            "pages": plan.page_kind,
+            "budget": format_bytes(plan.slab_count_max * plan.slab_bytes),
+            "slab": format_bytes(plan.slab_bytes),
+            "generation": plan.generation,
+            "admin": self._parts.admin.address if self._parts.admin else "off",
+            "tcp": self._parts.tcp_address or "off",
+        }
+        line = " ".join(["READY", *(f"{name}={value}" for name, value in facts.items())])
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        log.info("daemon ready", extra=facts)
+        notify_systemd(os.environ, "READY=1")
+
+    async def _drain(self) -> None:
+        """Until nothing is held, at most `drain_seconds`."""
+        notify_systemd(os.environ, "STOPPING=1")
+        core = self._parts.core
+        self._parts.socket.close()
+        core.post(DrainStarted())
+        for _ in range(int(self._config.server.drain_seconds / DRAIN_POLL_SECONDS)):
+            if not self._held_count():
+                break
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        log.info("drained", extra={"held": self._held_count()})
+
+    def _held_count(self) -> int:
+        stats = self._parts.core.stats()
+        reserved = sum(one.reserved_count for one in stats.namespaces)
+        return stats.lease_count + reserved + self._parts.data.active_count
+
+    async def _housekeep(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            self._parts.sessions.expire_greeted()
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            log.warning("second signal, ending at once", extra={"signal": number})
+            self._remove_sockets()
+            os._exit(128 + number)
+        log.info("draining", extra={"signal": number})
+        self._stop.set()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """A callback raised. Our own assertions end the daemon; libraries' hiccups are told."""
+        error = context.get("exception")
+        if isinstance(error, AssertionError):
+            self._parts.core.fail(error)
+            return
+        log.error("callback failed", extra={"reason": context.get("message"), "error": error})
+
+    def _remove_sockets(self) -> None:
+        for path in (self._parts.plan.socket, self._parts.plan.grpc_socket):
+            path.unlink(missing_ok=True)
+
+
+def _plan(config: Config) -> Plan:
+    server = config.server
+    socket_path = Path(server.socket).expanduser() if server.socket else default_socket_path()
+    state_dir = (
+        Path(server.state_dir).expanduser() if server.state_dir else default_state_dir(os.environ)
+    )
+    return plan_memory(config, socket_path.absolute(), state_dir, generation=_draw_generation())
+
+
+def _draw_generation() -> int:
+    return secrets.randbits(63) + 1

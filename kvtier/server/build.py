@@ -1,0 +1,307 @@
+"""Puts the daemon's parts together: who knows whom, in the order in which they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+
+from kvtier.clock import Clock, SystemClock
+from kvtier.config import Config, slab_bytes_for
+from kvtier.config_values import AUTO, split_address
+from kvtier.core import instructions as ins
+from kvtier.core.manager import BlockManager, ManagerConfig
+from kvtier.errors import ConfigError
+from kvtier.io.budget import available_bytes
+from kvtier.metrics import Metrics
+from kvtier.paths import grpc_socket_path
+from kvtier.policy.lru import LruPolicy
+from kvtier.pools.dram import DramPool
+from kvtier.pools.slabs import best_page_kind
+from kvtier.server.admin import AdminServer
+from kvtier.server.calls import Calls, Handlers
+from kvtier.server.core_loop import CoreLoop, Effects
+from kvtier.server.epochs import EpochStore
+from kvtier.server.instance import raise_open_files
+from kvtier.server.mover import Mover
+from kvtier.server.namespaces import Namespaces
+from kvtier.server.peers import PidfdWatch
+from kvtier.server.reporter import Limit, Reporter, open_fd_count
+from kvtier.server.security import Tokens
+from kvtier.server.servicer import EngineCalls
+from kvtier.server.servicer_admin import AdminCalls
+from kvtier.server.servicer_data import DataCalls
+from kvtier.server.session_socket import SessionSocket, SocketFacts
+from kvtier.server.sessions import Sessions
+from kvtier.server.slabs import SlabKeeper
+from kvtier.server.watch import WatchHub
+
+BUDGET_BYTES_MAX = 64 << 30
+MESSAGE_BYTES_MAX = 4 << 20
+HUGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from the configuration and this machine, before anything is made."""
+
+    socket: Path
+    grpc_socket: Path
+    state_dir: Path
+    generation: int
+    slab_bytes: int
+    slab_count_max: int
+    page_kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    plan: Plan
+    core: CoreLoop
+    effects: Effects
+    pool: DramPool
+    slabs: SlabKeeper
+    mover: Mover
+    sessions: Sessions
+    socket: SessionSocket
+    data: DataCalls
+    grpc: grpc.aio.Server
+    tcp_address: str
+    admin: AdminServer | None
+
+
+def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: int) -> Plan:
+    """Work out `auto`: a quarter of what is available, cut into slabs."""
+    budget_bytes = config.dram.bytes
+    if budget_bytes == AUTO:
+        available = available_bytes()
+        if available is None:
+            raise ConfigError("nobody tells how much memory is available: set dram.bytes")
+        budget_bytes = min(BUDGET_BYTES_MAX, available // 4)
+    slab_bytes = config.dram.slab_bytes
+    if slab_bytes == AUTO:
+        slab_bytes = slab_bytes_for(budget_bytes)
+    if budget_bytes < slab_bytes:
+        raise ConfigError(f"{budget_bytes} bytes of memory hold no slab of {slab_bytes}")
+    return Plan(
+        socket=socket,
+        grpc_socket=grpc_socket_path(socket),
+        state_dir=state_dir,
+        generation=generation,
+        slab_bytes=slab_bytes,
+        slab_count_max=budget_bytes // slab_bytes,
+    )
+
+
+async def build(config: Config, plan: Plan) -> Parts:
+    """Bind the sockets and make every part; nothing runs yet."""
+    plan = replace(plan, page_kind=str(await asyncio.to_thread(best_page_kind)))
+    return _Builder(config, plan).build()
+
+
+class _Builder:
+    """Makes the parts, each once."""
+
+    def __init__(self, config: Config, plan: Plan) -> None:
+        self.config = config
+        self.plan = plan
+        self.clock: Clock = SystemClock()
+        self.metrics = Metrics()
+        self.core = CoreLoop(_manager(config, plan), clock=self.clock, metrics=self.metrics)
+        self.tokens = Tokens()
+        self.pool = DramPool(plan.generation)
+        self.namespaces = Namespaces(
+            self.core,
+            EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32)),
+            slab_bytes=plan.slab_bytes,
+            slab_count_max=plan.slab_count_max,
+            count_max=config.server.namespaces_max,
+        )
+        self.sessions = Sessions(
+            self.core,
+            self.tokens,
+            PidfdWatch(asyncio.get_running_loop()),
+            self.clock,
+            sessions_max=config.server.sessions_max,
+        )
+        self.slabs = SlabKeeper(
+            self.pool,
+            self.core,
+            self.namespaces,
+            self.sessions,
+            self.clock,
+            slab_bytes=plan.slab_bytes,
+            slab_count_max=plan.slab_count_max,
+            populate_threads=config.dram.populate_threads,
+        )
+        self.mover = Mover(self.pool, self.core, self.metrics)
+        self.watch = WatchHub(
+            watchers_max=config.server.watchers_max,
+            events_max=config.server.watch_events_max,
+            metrics=self.metrics,
+        )
+        self.reporter = Reporter(
+            self.core,
+            self.namespaces,
+            self.sessions,
+            self.slabs,
+            self.clock,
+            self.metrics,
+            generation=plan.generation,
+            page_kind=plan.page_kind,
+        )
+        self.calls = Calls(
+            self.core, self.tokens, self.clock, self.metrics, calls_max=config.grpc.calls_max
+        )
+        self.data = DataCalls(
+            self.core,
+            self.namespaces,
+            self.mover,
+            self.watch,
+            self.clock,
+            self.metrics,
+            puts_max=config.server.puts_max,
+            lease_seconds_max=config.lease.seconds_max,
+        )
+
+    def build(self) -> Parts:
+        self.reporter.set_limits(self._limits())
+        self.metrics.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
+        server, tcp_address = self._server()
+        session_socket = self._session_socket()
+        session_socket.listen(self.plan.socket)
+        address = self.config.admin.address
+        admin = None
+        if address != "off":
+            admin = AdminServer(address, self.core, self.reporter, self.clock)
+        return Parts(
+            plan=self.plan,
+            core=self.core,
+            effects=self._effects(),
+            pool=self.pool,
+            slabs=self.slabs,
+            mover=self.mover,
+            sessions=self.sessions,
+            socket=session_socket,
+            data=self.data,
+            grpc=server,
+            tcp_address=tcp_address,
+            admin=admin,
+        )
+
+    def _effects(self) -> Effects:
+        slabs, sessions, watch = self.slabs, self.sessions, self.watch
+        return {
+            ins.WriteReserved: slabs.on_write_reserved,
+            ins.WriteReady: slabs.on_write_ready,
+            ins.WriteChecksums: slabs.on_write_checksums,
+            ins.WriteGone: slabs.on_write_gone,
+            ins.BindSlabs: slabs.on_bind,
+            ins.OfferSlab: slabs.on_offer,
+            ins.WithdrawSlab: slabs.on_withdraw,
+            ins.DropSlabs: slabs.on_drop,
+            ins.ComputeChecksums: self.mover.on_compute_checksums,
+            ins.RequestQuiet: sessions.on_request_quiet,
+            ins.AcknowledgeQuiet: sessions.on_acknowledge_quiet,
+            ins.RecallSlots: sessions.on_recall_slots,
+            ins.BlocksStored: watch.on_stored,
+            ins.BlocksRemoved: watch.on_removed,
+            ins.NamespaceCleared: watch.on_cleared,
+        }
+
+    def _session_socket(self) -> SessionSocket:
+        lease = self.config.lease
+        facts = SocketFacts(
+            generation=self.plan.generation,
+            grpc_address=f"unix:{self.plan.grpc_socket}",
+            tenant=self.config.server.tenant,
+            hello_seconds=self.config.server.hello_seconds,
+            lease_seconds_max=lease.seconds_max,
+            lease_margin_seconds=lease.margin_seconds,
+        )
+        return SessionSocket(
+            facts, self.core, self.sessions, self.namespaces, self.clock, self.metrics
+        )
+
+    def _server(self) -> tuple[grpc.aio.Server, str]:
+        handlers = Handlers()
+        EngineCalls(
+            self.core,
+            self.namespaces,
+            self.sessions,
+            self.watch,
+            self.clock,
+            self.metrics,
+            generation=self.plan.generation,
+            tenant=self.config.server.tenant,
+        ).add_to(handlers)
+        self.data.add_to(handlers)
+        AdminCalls(self.core, self.namespaces, self.reporter, self.clock, self._check_shell).add_to(
+            handlers
+        )
+        server = grpc.aio.server(
+            handlers=[self.calls.service(handlers)],
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        umask = os.umask(0o117)  # 0660 from the first moment on.
+        try:
+            _add_port(server, f"unix:{self.plan.grpc_socket}", "server.socket")
+        finally:
+            os.umask(umask)
+        tcp = self.config.grpc.tcp
+        if tcp == "off":
+            return server, ""
+        port = _add_port(server, tcp, "grpc.tcp")
+        return server, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+
+    def _check_shell(self) -> list[str]:
+        return self.pool.check_invariants() + self.sessions.check_invariants()
+
+    def _limits(self) -> list[Limit]:
+        server = self.config.server
+        stats = self.core.stats
+        return [
+            Limit("sessions", server.sessions_max, lambda: self.sessions.used_count),
+            Limit("namespaces", server.namespaces_max, lambda: len(self.namespaces)),
+            Limit("watchers", server.watchers_max, lambda: len(self.watch)),
+            Limit("puts", server.puts_max, lambda: self.data.active_count),
+            Limit("calls", self.config.grpc.calls_max, lambda: self.calls.active_count),
+            Limit(
+                "leases_per_session",
+                self.config.lease.per_session_max,
+                lambda: max((one.lease_count for one in stats().sessions), default=0),
+            ),
+            Limit("file_descriptors", raise_open_files(0), open_fd_count),
+        ]
+
+
+def _manager(config: Config, plan: Plan) -> BlockManager:
+    lease, dram = config.lease, config.dram
+    return BlockManager(
+        ManagerConfig(
+            slab_bytes=plan.slab_bytes,
+            slab_count_max=plan.slab_count_max,
+            lease_seconds_max=lease.seconds_max,
+            lease_margin_seconds=lease.margin_seconds,
+            grace_seconds=lease.grace_seconds,
+            watermark_start=dram.watermark_start,
+            watermark_stop=dram.watermark_stop,
+            leases_per_session_max=lease.per_session_max,
+        ),
+        make_policy=LruPolicy,
+    )
+
+
+def _add_port(server: grpc.aio.Server, address: str, option: str) -> int:
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"{option}: cannot listen at {address} ({error})") from None

@@ -1,0 +1,188 @@
+"""What every gRPC call passes through: limit, token, role, errors by name, metrics.
+
+A mistake of ours inside a call would be swallowed by gRPC (UNKNOWN, carry on); here it is handed to
+the core loop, which ends the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from kvtier.clock import Clock
+from kvtier.errors import BadRequest, KVTierError, LimitExceeded
+from kvtier.metrics import OUTCOMES, Metrics
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.security import ACCESS, Access, Caller, Tokens
+from kvtier.server.wire import status_of
+from kvtier.v1 import kvtier_pb2 as pb
+
+SERVICE = "kvtier.v1.KVTier"
+
+M = TypeVar("M", bound=Message)
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Message, Message]
+    Service = grpc.GenericRpcHandler[Message, Message]
+Send = Callable[[Message], Awaitable[None]]
+# Messages differ by call, and the table below joins each handler with its message class: so these
+# say "a callable" and no more.
+Unary = Callable[..., Awaitable[Message]]
+Streaming = Callable[..., Awaitable[None]]
+
+
+class _Malformed:
+    """Stands for a request whose bytes are no message of its class."""
+
+
+@dataclass(slots=True)
+class Handlers:
+    """The servicer's methods by RPC name and by kind."""
+
+    unary: dict[str, Unary] = field(default_factory=dict)  # (request, caller) -> response
+    streaming: dict[str, Streaming] = field(default_factory=dict)  # (request, caller, send)
+    collecting: dict[str, Unary] = field(default_factory=dict)  # (requests) -> response
+
+
+class Calls:
+    """Wraps handlers; counts calls under way."""
+
+    def __init__(
+        self, core: CoreLoop, tokens: Tokens, clock: Clock, metrics: Metrics, *, calls_max: int
+    ) -> None:
+        self._core = core
+        self._tokens = tokens
+        self._clock = clock
+        self._metrics = metrics
+        self.calls_max = calls_max
+        self.active_count = 0
+
+    def service(self, handlers: Handlers) -> Service:
+        """The whole service; every RPC of the protocol must have a handler."""
+        made = {}
+        for method in pb.DESCRIPTOR.services_by_name["KVTier"].methods:
+            name = method.name
+            decode = _decoder(getattr(pb, method.input_type.name))
+            if method.client_streaming:
+                made[name] = grpc.stream_unary_rpc_method_handler(
+                    self._collecting(name, handlers.collecting[name]), decode, _encode
+                )
+            elif method.server_streaming:
+                made[name] = grpc.unary_stream_rpc_method_handler(
+                    self._streaming(name, handlers.streaming[name]), decode, _encode
+                )
+            else:
+                made[name] = grpc.unary_unary_rpc_method_handler(
+                    self._unary(name, handlers.unary[name]), decode, _encode
+                )
+        return grpc.method_handlers_generic_handler(SERVICE, made)
+
+    def caller(self, method: str, token: bytes, now: float) -> Caller:
+        return self._tokens.caller(token, ACCESS[method], now=now)
+
+    def _unary(self, name: str, handler: Unary) -> Callable[..., Awaitable[Message]]:
+        access = ACCESS[name]
+
+        async def call(request: Message, context: Context) -> Message:
+            started = self._clock.now()
+            outcome = "ok"
+            self.active_count += 1
+            try:
+                caller = self._admit(request, access, started)
+                return await handler(request, caller)
+            except BaseException as error:  # noqa: BLE001  # Sorted and raised again there.
+                outcome = _outcome_of(error)
+                await self._refuse(error, context)
+            finally:
+                self.active_count -= 1
+                self._metrics.note_call(name, outcome, self._clock.now() - started)
+
+        return call
+
+    def _streaming(self, name: str, handler: Streaming) -> Callable[..., Awaitable[None]]:
+        async def respond(request: Message, caller: Caller | None, send: Send) -> Message:
+            await handler(request, caller, send)
+            return pb.GetResponse()  # Never sent.
+
+        async def call(request: Message, context: Context) -> None:
+            async def forward(message: Message, caller: Caller | None) -> Message:
+                return await respond(message, caller, context.write)
+
+            await self._unary(name, forward)(request, context)
+
+        return call
+
+    def _collecting(self, name: str, handler: Unary) -> Callable[..., Awaitable[Message]]:
+        async def call(requests: AsyncIterator[Message], context: Context) -> Message:
+            async def collect(first: Message, caller: Caller | None) -> Message:
+                return await handler(first, caller, _checked(requests))
+
+            try:
+                first = await anext(requests)
+            except StopAsyncIteration:
+                first = pb.PutRequest()  # Has no token: refused by name.
+            return await self._unary(name, collect)(first, context)
+
+        return call
+
+    def _admit(self, request: Message, access: Access, now: float) -> Caller | None:
+        if isinstance(request, _Malformed):
+            raise BadRequest("the bytes are no message of kvtier.v1: check the protocol version")
+        if self.active_count > self.calls_max:
+            raise LimitExceeded(f"{self.calls_max} calls are under way (grpc.calls_max)")
+        if access is Access.ANYONE:
+            return None
+        token: bytes = request.token  # type: ignore[attr-defined]  # Every request has one.
+        return self._tokens.caller(token, access, now=now)
+
+    async def _refuse(self, error: BaseException, context: Context) -> NoReturn:
+        """End the call with the error's name; our own mistakes end the daemon."""
+        if isinstance(error, KVTierError):
+            await context.abort(status_of(error), f"{type(error).__name__}: {error}"[:1024])
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+            raise error  # Cancelled, or ending.
+        if _is_broken_call(error):
+            raise asyncio.CancelledError from error
+        self._core.fail(error)
+        await context.abort(grpc.StatusCode.INTERNAL, "the daemon found a mistake of its own")
+        raise AssertionError("abort raises")
+
+
+async def _checked(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
+    async for request in requests:
+        if isinstance(request, _Malformed):
+            raise BadRequest("the bytes are no message of kvtier.v1: check the protocol version")
+        yield request
+
+
+def _decoder(kind: type[M]) -> Callable[[bytes], M | _Malformed]:
+    """gRPC answers UNKNOWN when a deserializer raises; a value can be refused by name."""
+    parse = kind.FromString
+
+    def decode(data: bytes) -> M | _Malformed:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Malformed()
+
+    return decode
+
+
+def _encode(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _outcome_of(error: BaseException) -> str:
+    name = type(error).__name__
+    if name in OUTCOMES:
+        return name
+    return "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+
+
+def _is_broken_call(error: Exception) -> bool:
+    """gRPC's own errors when the peer is gone in the middle of a stream."""
+    return isinstance(error, grpc.aio.UsageError | grpc.aio.InternalError | grpc.RpcError)

@@ -1,0 +1,106 @@
+"""Moves bytes in threads that let go of the GIL: checksums, and the copies of put and get.
+
+Invariant: bytes are touched only while their slots are pinned or reserved. So a copy that began is
+finished, also when the call that wanted it is cancelled (`finish`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from kvtier.core.events import ChecksumsComputed
+from kvtier.core.instructions import ComputeChecksums
+from kvtier.io.checksum import block_checksum, block_checksums
+from kvtier.io.copy import read_pieces, write_piece
+from kvtier.memory import Bytes
+from kvtier.metrics import Metrics
+from kvtier.pools.pool import Pool
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.finish import finish
+
+T = TypeVar("T")
+
+# One hop to the thread and back costs as much as summing a small block: many go together.
+CHECKSUM_BATCH_SLOTS = 64
+COPY_THREADS = 2
+# Checksums can wait: the engines' cores come first.
+CHECKSUM_NICENESS = 10
+
+
+class Mover:
+    """Owns its threads; methods belong to the event loop."""
+
+    def __init__(self, pool: Pool, core: CoreLoop, metrics: Metrics) -> None:
+        self._pool = pool
+        self._core = core
+        self._metrics = metrics
+        self._waiting: deque[ComputeChecksums] = deque()
+        self.waiting_count = 0  # Slots.
+        self._is_summing = False
+        self._tasks: asyncio.TaskGroup | None = None
+        self._copy_threads = ThreadPoolExecutor(COPY_THREADS, "kvtier-copy")
+        self._checksum_thread = ThreadPoolExecutor(1, "kvtier-checksum", _be_nice)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+
+    def stop(self) -> None:
+        """Wait for what is under way; what waits is dropped."""
+        self._waiting.clear()
+        self._copy_threads.shutdown(wait=True, cancel_futures=True)
+        self._checksum_thread.shutdown(wait=True, cancel_futures=True)
+
+    def on_compute_checksums(self, asked: ComputeChecksums) -> None:
+        """Bounded by the pool: every slot waits here at most once."""
+        assert self._tasks is not None, "checksums before the start"
+        self._waiting.append(asked)
+        self.waiting_count += len(asked.slots)
+        if not self._is_summing:
+            self._is_summing = True
+            self._tasks.create_task(self._sum_all())
+
+    async def write(self, slot: int, pieces: Sequence[tuple[int, bytes]]) -> None:
+        """Write pieces (first byte, bytes) of a payload into a slot that is reserved."""
+        views = self._pool.views(slot)
+        await finish(self._copy(partial(_write_pieces, views, pieces)))
+
+    async def read(self, slot: int) -> tuple[list[bytes], int]:
+        """The payload of a pinned slot in pieces, and its checksum."""
+        return await finish(self._copy(partial(_read_block, self._pool.views(slot))))
+
+    async def _sum_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            asked = self._waiting.popleft()
+            for first in range(0, len(asked.slots), CHECKSUM_BATCH_SLOTS):
+                slots = asked.slots[first : first + CHECKSUM_BATCH_SLOTS]
+                views = [self._pool.views(slot) for slot in slots.tolist()]
+                sums = await loop.run_in_executor(self._checksum_thread, block_checksums, views)
+                self.waiting_count -= len(slots)
+                self._metrics.checksummed_blocks.inc(len(slots))
+                self._core.post(ChecksumsComputed(asked.namespace, slots, sums))
+        self._is_summing = False
+
+    async def _copy(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._copy_threads, work)
+
+
+def _write_pieces(views: list[Bytes], pieces: Sequence[tuple[int, bytes]]) -> None:
+    for first, piece in pieces:
+        write_piece(views, first, piece)
+
+
+def _read_block(views: list[Bytes]) -> tuple[list[bytes], int]:
+    return list(read_pieces(views)), block_checksum(views)
+
+
+def _be_nice() -> None:
+    """Linux: niceness belongs to the thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CHECKSUM_NICENESS)

@@ -1,0 +1,134 @@
+"""The namespaces in use: their short ids, epochs and geometry.
+
+Invariants: one id a fingerprint in this life of the daemon; an epoch is durable before anybody is
+told of it, so a Clear that was answered holds after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from dataclasses import dataclass
+
+from kvtier.core.events import Clear, NamespaceOpened
+from kvtier.core.instructions import Cleared
+from kvtier.errors import BadRequest, LimitExceeded, UnknownNamespace
+from kvtier.namespace import NamespaceSpec
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.epochs import EpochStore
+from kvtier.server.finish import finish
+from kvtier.types import NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedNamespace:
+    id: NamespaceId
+    spec: NamespaceSpec
+    fingerprint: bytes
+    slot_bytes: int
+    slot_count_max: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.spec.shard_bytes * self.spec.shard_count
+
+
+class Namespaces:
+    """Opens and clears namespaces; lives on the event loop, writes records in a thread."""
+
+    def __init__(
+        self,
+        core: CoreLoop,
+        epochs: EpochStore,
+        *,
+        slab_bytes: int,
+        slab_count_max: int,
+        count_max: int,
+    ) -> None:
+        self._core = core
+        self._epochs = epochs
+        self._slab_bytes = slab_bytes
+        self._slab_count_max = slab_count_max
+        self.count_max = count_max
+        self._by_id: dict[int, OpenedNamespace] = {}
+        self._by_fingerprint: dict[bytes, OpenedNamespace] = {}
+        # One opening or clearing at a time: the order of records is the order of events.
+        self._changing = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, namespace: int) -> OpenedNamespace:
+        """Raises UnknownNamespace."""
+        found = self._by_id.get(namespace)
+        if found is None:
+            raise UnknownNamespace(
+                f"namespace {namespace} is not of this life of the daemon: open it again"
+            )
+        return found
+
+    async def open(self, spec: NamespaceSpec) -> OpenedNamespace:
+        """The namespace of this spec, opened now if nobody did before."""
+        fingerprint = spec.fingerprint()
+        found = self._by_fingerprint.get(fingerprint)
+        if found is not None:
+            return found
+        return await finish(self._open(spec, fingerprint))
+
+    async def clear(self, namespace: OpenedNamespace) -> Cleared:
+        """Void every block of the namespace. The new epoch is durable first: a crash in between
+        forgets the blocks, which is right either way."""
+        return await finish(self._clear(namespace))
+
+    async def _open(self, spec: NamespaceSpec, fingerprint: bytes) -> OpenedNamespace:
+        async with self._changing:
+            found = self._by_fingerprint.get(fingerprint)
+            if found is not None:
+                return found
+            opened = self._describe(spec, fingerprint)
+            epoch = await asyncio.to_thread(self._epochs.ensure, fingerprint)
+            self._core.post(
+                NamespaceOpened(
+                    namespace=opened.id,
+                    epoch=epoch,
+                    hash_bytes=spec.hash_bytes,
+                    slot_bytes=opened.slot_bytes,
+                    shard_count=spec.shard_count,
+                )
+            )
+            self._by_id[opened.id] = opened
+            self._by_fingerprint[fingerprint] = opened
+            return opened
+
+    async def _clear(self, namespace: OpenedNamespace) -> Cleared:
+        async with self._changing:
+            epoch = await asyncio.to_thread(self._epochs.renew, namespace.fingerprint)
+            reply = await self._core.run(Clear(namespace.id, epoch))
+        assert isinstance(reply, Cleared), "Clear has one kind of reply"
+        return reply
+
+    def _describe(self, spec: NamespaceSpec, fingerprint: bytes) -> OpenedNamespace:
+        if len(self._by_id) >= self.count_max:
+            raise LimitExceeded(
+                f"{self.count_max} namespaces are open (server.namespaces_max): restart the "
+                "daemon, or raise the limit"
+            )
+        slot_bytes = -(-spec.shard_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if slot_bytes > self._slab_bytes:
+            raise BadRequest(
+                f"a shard of {spec.shard_bytes} bytes does not fit into a slab of "
+                f"{self._slab_bytes}: raise dram.slab_bytes"
+            )
+        if spec.shard_count > self._slab_count_max:
+            raise BadRequest(
+                f"{spec.shard_count} shards need as many slabs, the budget has "
+                f"{self._slab_count_max}: raise dram.bytes or lower dram.slab_bytes"
+            )
+        sets = self._slab_count_max // spec.shard_count
+        return OpenedNamespace(
+            id=NamespaceId(len(self._by_id) + 1),
+            spec=spec,
+            fingerprint=fingerprint,
+            slot_bytes=slot_bytes,
+            slot_count_max=sets * (self._slab_bytes // slot_bytes),
+        )

@@ -1,0 +1,160 @@
+"""What the daemon says of itself: Stats and /metrics, from one set of numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.clock import Clock
+from kvtier.core.stats import ManagerStats, NamespaceCounts
+from kvtier.metrics import LIMITS, SESSION_STATES, Metrics
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.namespaces import Namespaces
+from kvtier.server.sessions import Sessions
+from kvtier.server.slabs import SlabKeeper
+from kvtier.types import PROTOCOL_VERSION, TierName
+from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.version import VERSION
+
+DRAM = str(TierName.DRAM)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How near a limit is; `used` is asked when somebody wants to know."""
+
+    name: str
+    max_count: int
+    used: Callable[[], int]
+
+
+class Reporter:
+    """Refreshes the gauges and puts the answers together; belongs to the event loop."""
+
+    def __init__(
+        self,
+        core: CoreLoop,
+        namespaces: Namespaces,
+        sessions: Sessions,
+        slabs: SlabKeeper,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        generation: int,
+        page_kind: str,
+    ) -> None:
+        self._core = core
+        self._namespaces = namespaces
+        self._sessions = sessions
+        self._slabs = slabs
+        self._clock = clock
+        self._metrics = metrics
+        self._generation = generation
+        self._page_kind = page_kind
+        self._started_at = clock.now()
+        self._limits: list[Limit] = []
+
+    def set_limits(self, limits: list[Limit]) -> None:
+        assert {one.name for one in limits} <= set(LIMITS), "a limit that was not declared"
+        self._limits = limits
+
+    def metrics_text(self) -> bytes:
+        self._refresh()
+        return self._metrics.text()
+
+    def stats_response(self) -> pb.StatsResponse:
+        stats = self._refresh()
+        return pb.StatsResponse(
+            daemon_version=VERSION,
+            protocol=PROTOCOL_VERSION,
+            generation=self._generation,
+            uptime_seconds=self._clock.now() - self._started_at,
+            draining=stats.draining,
+            tiers=[self._tier_stats(stats)],
+            namespaces=[self._namespace_stats(one) for one in stats.namespaces],
+            sessions=self._session_stats(stats),
+            counters=self._metrics.samples(),
+        )
+
+    def _tier_stats(self, stats: ManagerStats) -> pb.TierStats:
+        return pb.TierStats(
+            tier=DRAM,
+            budget_bytes=self._slabs.budget_bytes,
+            populated_bytes=self._slabs.populated_bytes,
+            slot_count=sum(one.slot_count for one in stats.namespaces),
+            free_count=sum(one.free_count for one in stats.namespaces),
+            ready_count=sum(one.ready_count for one in stats.namespaces),
+            reserved_count=sum(one.reserved_count for one in stats.namespaces),
+            quarantined_count=sum(one.quarantined_count for one in stats.namespaces),
+            pinned_count=sum(one.leased_count for one in stats.namespaces),
+            held_count=sum(one.held_count for one in stats.namespaces),
+            page_kind=self._page_kind,
+        )
+
+    def _namespace_stats(self, counts: NamespaceCounts) -> pb.NamespaceStats:
+        opened = self._namespaces.get(counts.namespace)
+        return pb.NamespaceStats(
+            namespace_id=counts.namespace,
+            model=opened.spec.model,
+            fingerprint=opened.fingerprint,
+            epoch=counts.epoch,
+            block_count=counts.block_count,
+            block_bytes=opened.payload_bytes,
+            slot_count=counts.slot_count,
+            free_count=counts.free_count,
+            salt=opened.spec.salt,
+            tenant=opened.spec.tenant,
+        )
+
+    def _session_stats(self, stats: ManagerStats) -> list[pb.SessionStats]:
+        names = dict(self._sessions.names())
+        return [
+            pb.SessionStats(
+                session_id=one.session,
+                name=names.get(one.session, ""),
+                role=one.role.name.lower(),
+                state=one.state,
+                reserved_count=one.reserved_count,
+                lease_count=one.lease_count,
+                engine_id=one.engine,
+                by_value=one.by_value,
+            )
+            for one in stats.sessions
+        ]
+
+    def _refresh(self) -> ManagerStats:
+        stats = self._core.stats()
+        metrics = self._metrics
+        tier = self._tier_stats(stats)
+        metrics.tier_budget_bytes.labels(DRAM).set(tier.budget_bytes)
+        metrics.tier_populated_bytes.labels(DRAM).set(tier.populated_bytes)
+        for state, count in {
+            "free": tier.free_count,
+            "ready": tier.ready_count,
+            "reserved": tier.reserved_count,
+            "quarantined": tier.quarantined_count,
+            "pinned": tier.pinned_count,
+            "held": tier.held_count,
+        }.items():
+            metrics.tier_slots.labels(DRAM, state).set(count)
+        metrics.resident_blocks.set(sum(one.block_count for one in stats.namespaces))
+        metrics.note_evicted(stats.evicted_count)
+        for state in SESSION_STATES:
+            metrics.sessions.labels(state).set(sum(one.state == state for one in stats.sessions))
+        metrics.leases.set(stats.lease_count)
+        pending_count = stats.slab_count_max - stats.slab_bound_count - stats.slab_stock_count
+        metrics.slabs.labels("stock").set(stats.slab_stock_count)
+        metrics.slabs.labels("bound").set(stats.slab_bound_count)
+        metrics.slabs.labels("pending").set(pending_count)
+        metrics.draining.set(stats.draining)
+        metrics.uptime_seconds.set(self._clock.now() - self._started_at)
+        for limit in self._limits:
+            metrics.limit_max.labels(limit.name).set(limit.max_count)
+            metrics.limit_used.labels(limit.name).set(limit.used())
+        return stats
+
+
+def open_fd_count() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,277 @@
+"""The calls of engines: match, leases, reservations; and the greeting of by-value clients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from kvtier.clock import Clock
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.engines import DAEMON_SESSION
+from kvtier.errors import BadRequest, KVTierError
+from kvtier.metrics import Metrics
+from kvtier.server.calls import Handlers, Send
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.namespaces import Namespaces, OpenedNamespace
+from kvtier.server.security import Caller
+from kvtier.server.sessions import Sessions
+from kvtier.server.watch import TokenIds, WatchHub
+from kvtier.server.wire import (
+    check_packed,
+    check_protocol,
+    slots_from,
+    spec_from,
+    tier_counts,
+)
+from kvtier.types import (
+    PROTOCOL_VERSION,
+    BlockHash,
+    Cut,
+    LeaseId,
+    NamespaceId,
+    PackedHashes,
+    SessionId,
+)
+from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.version import VERSION
+
+RESERVE_SLOTS_MAX = 65_536  # The answer stays far below 4 MiB.
+TURN_KIND_CHARS_MAX = 32
+
+
+class EngineCalls:
+    """Each method is one RPC; who may call it was checked before (calls.py)."""
+
+    def __init__(
+        self,
+        core: CoreLoop,
+        namespaces: Namespaces,
+        sessions: Sessions,
+        watch: WatchHub,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        generation: int,
+        tenant: str,
+    ) -> None:
+        self._core = core
+        self._namespaces = namespaces
+        self._sessions = sessions
+        self._watch = watch
+        self._clock = clock
+        self._metrics = metrics
+        self._generation = generation
+        self._tenant = tenant
+
+    def add_to(self, handlers: Handlers) -> None:
+        handlers.unary |= {
+            "Greet": self.greet,
+            "Match": self.match,
+            "Release": self.release,
+            "Reserve": self.reserve,
+            "Commit": self.commit,
+            "Abort": self.abort,
+            "Prefetch": self.prefetch,
+            "Hint": self.hint,
+        }
+        handlers.streaming["Acquire"] = self.acquire
+
+    async def greet(self, request: pb.GreetRequest, _: None) -> pb.GreetResponse:
+        check_protocol(request.protocol)
+        self._sessions.require_room()
+        opened: OpenedNamespace | None = None
+        if request.HasField("spec"):
+            opened = await self._namespaces.open(spec_from(request.spec, self._tenant))
+        caller = self._sessions.greet()
+        if opened is not None:
+            self._core.post(ev.NamespaceJoined(caller.session, opened.id))
+        return pb.GreetResponse(
+            protocol=PROTOCOL_VERSION,
+            daemon_version=VERSION,
+            token=caller.token,
+            generation=self._generation,
+            namespace_id=opened.id if opened else 0,
+            fingerprint=opened.fingerprint if opened else b"",
+            epoch=self._core.namespace_epoch(opened.id) if opened else 0,
+        )
+
+    async def match(self, request: pb.MatchRequest, _: Caller) -> pb.MatchResponse:
+        """The hot path: no copy of the hashes, no event."""
+        started_ns = self._clock.now_ns()
+        packed = request.hashes
+        namespace = self._namespaces.get(request.namespace_id)
+        count = check_packed(packed, namespace.spec.hash_bytes)
+        found = self._core.match_packed(namespace.id, packed)
+        self._metrics.note_blocks("match", count, found.tiers)
+        return pb.MatchResponse(
+            matched_count=found.matched_count,
+            memory_count=found.memory_count,
+            tiers=tier_counts(found.tiers),
+            epoch=self._core.namespace_epoch(namespace.id),
+            daemon_us=(self._clock.now_ns() - started_ns) // 1000,
+        )
+
+    # ---------------------------------------------------------------------------------- leases
+
+    async def acquire(self, request: pb.AcquireRequest, caller: Caller, send: Send) -> None:
+        """In memory already: one `ready`. Cancelled before that is sent, the lease ends."""
+        namespace, hashes = self._hashes_of(request)
+        if request.skip_count > len(hashes):
+            raise BadRequest(f"skip_count is {request.skip_count} of {len(hashes)} hashes")
+        deadline = request.deadline_ns / 1e9
+        if deadline <= self._clock.now():
+            await send(self._late(namespace, request))
+            return
+        event = ev.Acquire(caller.session, namespace.id, hashes, deadline, request.skip_count)
+        undo = partial(self._release_unsent, caller.session)
+        granted = await self._core.run(event, if_abandoned=undo)
+        assert isinstance(granted, ins.LeaseGranted), "Acquire has one kind of reply"
+        self._metrics.note_blocks("acquire", len(hashes), granted.tiers)
+        self._metrics.acquire_cuts.labels(granted.cut.name.lower()).inc()
+        ready = pb.AcquireReady(
+            lease_id=granted.lease or 0,
+            leased_count=granted.leased_count,
+            slots=granted.slots.tolist(),
+            deadline_ns=request.deadline_ns,
+            cut=cast("pb.Cut", int(granted.cut)),
+            epoch=granted.epoch,
+            tiers=tier_counts(granted.tiers),
+        )
+        try:
+            await send(pb.AcquireResponse(ready=ready))
+        except BaseException:
+            undo(granted)
+            raise
+
+    async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
+        """Leases of the caller's engine, and pins of administrators, which the daemon holds."""
+        leases = tuple(LeaseId(lease) for lease in request.lease_ids)
+        ended = await self._core.run(ev.Release(caller.session, leases))
+        assert isinstance(ended, ins.LeasesEnded), "Release has one kind of reply"
+        count = ended.count
+        if count < len(leases):
+            pins = await self._core.run(ev.Release(DAEMON_SESSION, leases))
+            assert isinstance(pins, ins.LeasesEnded), "Release has one kind of reply"
+            count += pins.count
+        return pb.ReleaseResponse(ended_count=count)
+
+    # ----------------------------------------------------------------------------- reservations
+
+    async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
+        namespace = self._namespaces.get(request.namespace_id)
+        if request.count > RESERVE_SLOTS_MAX:
+            raise BadRequest(f"count is {request.count}: reserve at most {RESERVE_SLOTS_MAX}")
+        reply = await self._core.run(ev.Reserve(caller.session, namespace.id, request.count))
+        assert isinstance(reply, ins.SlotsReserved), "Reserve has one kind of reply"
+        self._metrics.reserved_slots.inc(len(reply.slots))
+        return pb.ReserveResponse(
+            slots=reply.slots.tolist(), epoch=reply.epoch, stock_count_max=reply.stock_count_max
+        )
+
+    async def commit(self, request: pb.CommitRequest, caller: Caller) -> pb.CommitResponse:
+        namespace, hashes = self._hashes_of(request)
+        event = _commit_event(request, caller.session, namespace, hashes)
+        with self._watch.describing(self._token_ids(request, namespace, hashes)):
+            reply = await self._core.run(event)
+        assert isinstance(reply, ins.Committed), "Commit has one kind of reply"
+        self._metrics.note_outcomes(reply.outcomes)
+        return pb.CommitResponse(outcomes=reply.outcomes, epoch=reply.epoch)
+
+    async def abort(self, request: pb.AbortRequest, caller: Caller) -> pb.AbortResponse:
+        namespace = self._namespaces.get(request.namespace_id)
+        slots = slots_from(request.slots)
+        reply = await self._core.run(ev.Abort(caller.session, namespace.id, slots))
+        assert isinstance(reply, ins.Aborted), "Abort has one kind of reply"
+        self._metrics.aborted_slots.inc(reply.count)
+        return pb.AbortResponse(freed_count=reply.count)
+
+    # ---------------------------------------------------------------------------------- advice
+
+    async def prefetch(self, request: pb.PrefetchRequest, _: Caller) -> pb.PrefetchResponse:
+        """Memory is the only tier so far: what is resident is in memory already."""
+        namespace, hashes = self._hashes_of(request)
+        found = self._core.match_packed(namespace.id, hashes.packed)
+        return pb.PrefetchResponse(memory_count=found.memory_count, promoting_count=0)
+
+    async def hint(self, request: pb.HintRequest, _: Caller) -> pb.HintResponse:
+        namespace, hashes = self._hashes_of(request)
+        if len(request.turn_kind) > TURN_KIND_CHARS_MAX:
+            raise BadRequest(f"turn_kind is too long: at most {TURN_KIND_CHARS_MAX} characters")
+        if not request.session_end:
+            return pb.HintResponse(used=False)  # The running policy heeds ends only.
+        reply = await self._core.run(ev.HintSessionEnd(namespace.id, hashes))
+        assert isinstance(reply, ins.HintUsed), "HintSessionEnd has one kind of reply"
+        return pb.HintResponse(used=reply.used)
+
+    # --------------------------------------------------------------------------------- helpers
+
+    def _hashes_of(
+        self,
+        request: pb.AcquireRequest | pb.CommitRequest | pb.PrefetchRequest | pb.HintRequest,
+    ) -> tuple[OpenedNamespace, PackedHashes]:
+        namespace = self._namespaces.get(request.namespace_id)
+        packed = request.hashes
+        check_packed(packed, namespace.spec.hash_bytes)
+        return namespace, PackedHashes(packed, namespace.spec.hash_bytes)
+
+    def _late(self, namespace: OpenedNamespace, request: pb.AcquireRequest) -> pb.AcquireResponse:
+        ready = pb.AcquireReady(
+            deadline_ns=request.deadline_ns,
+            cut=cast("pb.Cut", int(Cut.DEADLINE)),
+            epoch=self._core.namespace_epoch(namespace.id),
+        )
+        return pb.AcquireResponse(ready=ready)
+
+    def _release_unsent(self, session: SessionId, reply: ins.Reply | None) -> None:
+        assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
+        if reply.lease is None:
+            return
+        try:
+            self._core.post(ev.Release(session, (reply.lease,)))
+        except KVTierError:
+            return  # The session is over: its leases end by the rules for that.
+
+    def _token_ids(
+        self, request: pb.CommitRequest, namespace: OpenedNamespace, hashes: PackedHashes
+    ) -> TokenIds:
+        """Token ids by block, if somebody watches."""
+        if not request.token_ids:
+            return {}
+        size = namespace.spec.block_tokens
+        if len(request.token_ids) != len(hashes) * size:
+            raise BadRequest(
+                f"{len(request.token_ids)} token_ids: send {size} a block for "
+                f"{len(hashes)} blocks, or none"
+            )
+        if not self._watch.is_watched(NamespaceId(namespace.id)):
+            return {}
+        return {
+            one: request.token_ids[place * size : place * size + size]
+            for place, one in enumerate(hashes)
+        }
+
+
+def _commit_event(
+    request: pb.CommitRequest, session: SessionId, namespace: OpenedNamespace, hashes: PackedHashes
+) -> ev.Commit:
+    """Raises BadRequest when the request's lists do not fit together."""
+    count = len(hashes)
+    if len(request.slots) != count:
+        raise BadRequest(f"{count} hashes for {len(request.slots)} slots: send one a slot")
+    if len(request.checksums) not in (0, count):
+        raise BadRequest(f"{len(request.checksums)} checksums for {count} blocks: one each or none")
+    size = namespace.spec.hash_bytes
+    if len(request.parent) not in (0, size):
+        raise BadRequest(f"parent has {len(request.parent)} bytes: a hash here has {size}, or none")
+    return ev.Commit(
+        session=session,
+        namespace=namespace.id,
+        hashes=hashes,
+        slots=slots_from(request.slots),
+        parent=BlockHash(request.parent) if request.parent else None,
+        epoch=request.epoch,
+        checksums=np.fromiter(request.checksums, np.uint64) if request.checksums else None,
+    )

@@ -1,0 +1,113 @@
+"""Administration: evict, pin, clear, drain, check; and stats for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from kvtier.clock import Clock
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.engines import DAEMON_SESSION
+from kvtier.errors import BadRequest
+from kvtier.server.calls import Handlers
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.namespaces import Namespaces, OpenedNamespace
+from kvtier.server.reporter import Reporter
+from kvtier.server.security import Caller
+from kvtier.server.wire import check_packed
+from kvtier.types import PackedHashes
+from kvtier.v1 import kvtier_pb2 as pb
+
+PIN_MS_MAX = 24 * 3600 * 1000
+
+
+class AdminCalls:
+    """Each method is one RPC; who may call it was checked before (calls.py)."""
+
+    def __init__(
+        self,
+        core: CoreLoop,
+        namespaces: Namespaces,
+        reporter: Reporter,
+        clock: Clock,
+        check_pool: Callable[[], list[str]],
+    ) -> None:
+        self._core = core
+        self._namespaces = namespaces
+        self._reporter = reporter
+        self._clock = clock
+        self._check_pool = check_pool
+
+    def add_to(self, handlers: Handlers) -> None:
+        handlers.unary |= {
+            "Evict": self.evict,
+            "Pin": self.pin,
+            "Clear": self.clear,
+            "Drain": self.drain,
+            "Check": self.check,
+            "Stats": self.stats,
+        }
+
+    async def evict(self, request: pb.EvictRequest, _: Caller) -> pb.EvictResponse:
+        namespace, hashes = self._hashes_of(request)
+        reply = await self._core.run(ev.Evict(namespace.id, hashes))
+        assert isinstance(reply, ins.Evicted), "Evict has one kind of reply"
+        return pb.EvictResponse(evicted_count=reply.evicted_count, kept_count=reply.kept_count)
+
+    async def pin(self, request: pb.PinRequest, _: Caller) -> pb.PinResponse:
+        """A lease of the daemon's own: it outlives the administrator's session."""
+        namespace, hashes = self._hashes_of(request)
+        if not 1 <= request.hold_ms <= PIN_MS_MAX:
+            raise BadRequest(f"hold_ms is {request.hold_ms}: pin for 1 ms to a day")
+        deadline = self._clock.now() + request.hold_ms / 1e3
+        reply = await self._core.run(
+            ev.Acquire(DAEMON_SESSION, namespace.id, hashes, deadline),
+            if_abandoned=partial(_release, self._core),
+        )
+        assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
+        return pb.PinResponse(
+            lease_id=reply.lease or 0,
+            pinned_count=reply.leased_count,
+            cut=cast("pb.Cut", int(reply.cut)),
+        )
+
+    async def clear(self, request: pb.ClearRequest, _: Caller) -> pb.ClearResponse:
+        cleared = await self._namespaces.clear(self._namespaces.get(request.namespace_id))
+        return pb.ClearResponse(epoch=cleared.epoch, voided_count=cleared.voided_count)
+
+    async def drain(self, request: pb.DrainRequest, _: Caller) -> pb.DrainResponse:
+        self._core.post(ev.DrainEnded() if request.resume else ev.DrainStarted())
+        stats = self._core.stats()
+        return pb.DrainResponse(
+            draining=stats.draining,
+            lease_count=stats.lease_count,
+            reserved_count=sum(one.reserved_count for one in stats.namespaces),
+        )
+
+    async def check(self, request: pb.CheckRequest, _: Caller) -> pb.CheckResponse:
+        """Holds the event loop: what is checked must not change meanwhile."""
+        started = self._clock.now()
+        violations = self._core.check_invariants() + self._check_pool()
+        return pb.CheckResponse(
+            violations=violations,
+            block_count=sum(one.block_count for one in self._core.stats().namespaces),
+            check_us=int((self._clock.now() - started) * 1e6),
+        )
+
+    async def stats(self, request: pb.StatsRequest, _: Caller) -> pb.StatsResponse:
+        return self._reporter.stats_response()
+
+    def _hashes_of(
+        self, request: pb.EvictRequest | pb.PinRequest
+    ) -> tuple[OpenedNamespace, PackedHashes]:
+        namespace = self._namespaces.get(request.namespace_id)
+        check_packed(request.hashes, namespace.spec.hash_bytes)
+        return namespace, PackedHashes(request.hashes, namespace.spec.hash_bytes)
+
+
+def _release(core: CoreLoop, reply: ins.Reply | None) -> None:
+    assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
+    if reply.lease is not None:
+        core.post(ev.Release(DAEMON_SESSION, (reply.lease,)))

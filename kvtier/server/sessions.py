@@ -1,0 +1,284 @@
+"""The books on sessions: who is connected, whose process lives, what each was offered.
+
+One process may have several sessions, one after another: a newer one names the older and proves it
+by its token. Invariants: a token works only while its session is live; the pidfd of a process is
+watched by its newest session until the process is dead or has said Bye; every session that was
+opened ends in exactly one of: replaced, process died, ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvtier.clock import Clock
+from kvtier.core.events import ProcessDied, SessionEnded, SessionLost, SessionOpened
+from kvtier.core.instructions import AcknowledgeQuiet, RecallSlots, RequestQuiet
+from kvtier.errors import LimitExceeded, Unauthenticated
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.link import Link
+from kvtier.server.peers import PidfdWatch
+from kvtier.server.security import Caller, Tokens
+from kvtier.types import EngineId, Role, SessionId, SlabId
+from kvtier.v1 import kvtier_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+GREETED_IDLE_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class SessionRecord:
+    """One session of the session socket, from Hello until nothing of it is left."""
+
+    id: SessionId
+    engine: EngineId
+    role: Role
+    name: str
+    by_value: bool
+    caller: Caller
+    link: Link
+    pidfd: int | None
+    offered: set[SlabId] = field(default_factory=set)
+    replaces: SessionId | None = None
+    replaced_by: SessionId | None = None
+    is_live: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What Hello said, checked."""
+
+    engine: EngineId
+    role: Role
+    shards: tuple[int, ...]
+    name: str
+    by_value: bool
+    old_session: SessionId | None
+    old_token: bytes
+
+
+class Sessions:
+    """Lives on the event loop."""
+
+    def __init__(
+        self,
+        core: CoreLoop,
+        tokens: Tokens,
+        pidfds: PidfdWatch,
+        clock: Clock,
+        *,
+        sessions_max: int,
+    ) -> None:
+        self._core = core
+        self._tokens = tokens
+        self._pidfds = pidfds
+        self._clock = clock
+        self.sessions_max = sessions_max
+        self._records: dict[SessionId, SessionRecord] = {}
+        self._next_id = 1  # 0 is the daemon's own session.
+
+    @property
+    def used_count(self) -> int:
+        """Of `sessions_max`: live and lost ones, and those opened by Greet."""
+        return len(self._records) + self._tokens.greeted_count
+
+    def get(self, session: SessionId) -> SessionRecord | None:
+        return self._records.get(session)
+
+    # --------------------------------------------------------------------------------- opening
+
+    def open(self, opening: Opening, link: Link, pidfd: int | None) -> SessionRecord:
+        """Open a session; takes `pidfd` over if it returns.
+
+        Raises Unauthenticated or LimitExceeded.
+        """
+        old = self._old_record(opening)
+        if old is None:
+            self.require_room()
+        caller = self._tokens.issue(
+            self._new_id(), opening.role, by_value=opening.by_value, greeted=False, now=self._now()
+        )
+        record = SessionRecord(
+            id=caller.session,
+            engine=opening.engine,
+            role=opening.role,
+            name=opening.name,
+            by_value=opening.by_value,
+            caller=caller,
+            link=link,
+            pidfd=pidfd,
+        )
+        self._records[record.id] = record
+        if old is not None:
+            self._replace(old, record)
+        self._core.post(
+            SessionOpened(
+                session=record.id,
+                engine=record.engine,
+                role=record.role,
+                shards=opening.shards,
+                by_value=record.by_value,
+                replaces=record.replaces,
+            )
+        )
+        if record.pidfd is not None:
+            self._pidfds.watch(record.pidfd, lambda: self._core.spawn(lambda: self._died(record)))
+        log.info("session opened", extra=_facts(record))
+        return record
+
+    def greet(self) -> Caller:
+        """Open a by-value session that ends when it was not used for a minute."""
+        self.require_room()
+        caller = self._tokens.issue(
+            self._new_id(), Role.TOOL, by_value=True, greeted=True, now=self._now()
+        )
+        engine = EngineId(secrets.token_bytes(16))
+        self._core.post(SessionOpened(caller.session, engine, Role.TOOL, by_value=True))
+        return caller
+
+    def expire_greeted(self) -> None:
+        for caller in self._tokens.greeted_before(self._now() - GREETED_IDLE_SECONDS):
+            self._tokens.revoke(caller.token)
+            self._core.post(SessionEnded(caller.session))
+
+    def require_room(self) -> None:
+        if self.used_count >= self.sessions_max:
+            raise LimitExceeded(
+                f"{self.sessions_max} sessions are open (server.sessions_max): close some, or "
+                "raise the limit"
+            )
+
+    # ---------------------------------------------------------------------------------- ending
+
+    def ended(self, record: SessionRecord) -> None:
+        """The client said Bye: its copies are drained."""
+        self._close(record)
+        self._forget(record)
+        self._core.post(SessionEnded(record.id))
+        log.info("session ended", extra=_facts(record))
+
+    def lost(self, record: SessionRecord) -> None:
+        """The connection is over without Bye; changes nothing for a session that ended already."""
+        if not record.is_live:
+            return
+        if record.pidfd is None:
+            self.ended(record)  # By value only: it holds nothing that anybody could write to.
+            return
+        self._close(record)
+        self._core.post(SessionLost(record.id))
+        log.warning("session lost", extra=_facts(record))
+
+    def confirm(self, record: SessionRecord) -> None:
+        """The client uses this session: it will never name an older one again."""
+        while record.replaces is not None:
+            old = self._records.pop(record.replaces)
+            record.replaces = old.replaces
+
+    def close(self) -> None:
+        for record in self._records.values():
+            record.link.close()
+        self._pidfds.close()
+
+    # ----------------------------------------------------------------------------- instructions
+
+    def send(self, session: SessionId, frame: pb.DaemonFrame, fd: int | None = None) -> None:
+        """To a session that may be gone already: then there is nobody to tell."""
+        record = self._records.get(session)
+        if record is not None and record.is_live:
+            record.link.send(frame.SerializeToString(), fd)
+
+    def on_request_quiet(self, instruction: RequestQuiet) -> None:
+        asked = pb.QuietRequested(session_id=instruction.about)
+        self.send(instruction.session, pb.DaemonFrame(quiet_requested=asked))
+
+    def on_acknowledge_quiet(self, instruction: AcknowledgeQuiet) -> None:
+        ack = pb.SessionQuietAck(session_id=instruction.about)
+        self.send(instruction.session, pb.DaemonFrame(quiet_ack=ack))
+
+    def on_recall_slots(self, instruction: RecallSlots) -> None:
+        recalled = pb.SlotsRecalled(namespace_id=instruction.namespace, count=instruction.count)
+        self.send(instruction.session, pb.DaemonFrame(slots_recalled=recalled))
+
+    def check_invariants(self) -> list[str]:
+        found = []
+        for record in self._records.values():
+            if record.is_live and record.link.is_closed and record.replaced_by is not None:
+                found.append(f"session {record.id} is live and replaced")
+            if record.replaced_by is not None and record.pidfd is not None:
+                found.append(f"session {record.id} is replaced and still watches its process")
+        return found
+
+    # --------------------------------------------------------------------------------- helpers
+
+    def _now(self) -> float:
+        return self._clock.now()
+
+    def _new_id(self) -> SessionId:
+        found = SessionId(self._next_id)
+        self._next_id += 1
+        return found
+
+    def _old_record(self, opening: Opening) -> SessionRecord | None:
+        """The newest session of the process that this client names and proves."""
+        if opening.old_session is None:
+            return None
+        old = self._records.get(opening.old_session)
+        if old is None:
+            return None  # Its process was proven dead, or it ended: nothing to replace.
+        if not secrets.compare_digest(old.caller.token, opening.old_token) or (
+            old.engine != opening.engine
+        ):
+            raise Unauthenticated(
+                f"old_token and engine_id are not those of session {old.id}: leave old_session_id 0"
+            )
+        # The answer to a Hello in between may have been lost: that session counts as well.
+        while old.replaced_by is not None:
+            old = self._records[old.replaced_by]
+        return old
+
+    def _replace(self, old: SessionRecord, new: SessionRecord) -> None:
+        self._close(old)
+        old.replaced_by = new.id
+        new.replaces = old.id
+        if old.pidfd is not None:
+            if new.pidfd is None:
+                new.pidfd = old.pidfd
+                self._pidfds.release(old.pidfd)
+            else:
+                self._pidfds.forget(old.pidfd)
+            old.pidfd = None
+
+    def _close(self, record: SessionRecord) -> None:
+        record.is_live = False
+        self._tokens.revoke(record.caller.token)
+        record.link.close()
+
+    def _died(self, record: SessionRecord) -> None:
+        record.pidfd = None  # Closed when it fired.
+        self._close(record)
+        self._forget(record)
+        self._core.post(ProcessDied(record.id))
+        log.info("process died", extra=_facts(record))
+
+    def _forget(self, record: SessionRecord) -> None:
+        if record.pidfd is not None:
+            self._pidfds.forget(record.pidfd)
+            record.pidfd = None
+        self.confirm(record)
+        del self._records[record.id]
+
+    def names(self) -> Iterable[tuple[SessionId, str]]:
+        return [(record.id, record.name) for record in self._records.values()]
+
+
+def _facts(record: SessionRecord) -> dict[str, object]:
+    return {
+        "session": record.id,
+        "role": record.role.name.lower(),
+        "client": record.name,
+        "by_value": record.by_value,
+        "replaces": record.replaces,
+    }

@@ -1,0 +1,157 @@
+"""Paged attention: KV is found through block tables, written and read block by block.
+
+`paged_attention` gathers and computes whole runs at once. `reference_attention` walks the block
+table one block at a time with an online softmax, as a kernel on a GPU does; tests hold both equal.
+One layer's KV is [device_blocks, 2, block_tokens, kv_heads, head_size].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRun:
+    """One request's part of a step: its queries are the last `count` of `kv_count` tokens."""
+
+    start: int  # First row in the step's flat tensors.
+    count: int
+    kv_count: int
+    table: Tensor  # int64 device blocks that hold the kv_count tokens.
+    mask: Tensor | None  # [count, kv_count]; None: plain causal, no tokens before this run.
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """All requests with a single query, padded to the longest."""
+
+    rows: Tensor  # [requests] rows in the step's flat tensors.
+    tables: Tensor  # [requests, blocks]; padding points at block 0 and is masked.
+    mask: Tensor  # [requests, 1, 1, blocks * block_tokens], True where a token is.
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Where a step's tokens are written and what each attends to; shared by all layers."""
+
+    block_tokens: int
+    write_blocks: Tensor
+    write_offsets: Tensor
+    positions: Tensor
+    prefills: tuple[QueryRun, ...]
+    decodes: DecodeBatch | None
+
+
+def plan_attention(
+    tables: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], block_tokens: int
+) -> AttentionPlan:
+    """Plan a step in which request i computes the tokens `spans[i]` = (first, end)."""
+    positions = torch.cat([torch.arange(first, end) for first, end in spans])
+    write_blocks: list[Tensor] = []
+    prefills: list[QueryRun] = []
+    decode_rows: list[int] = []
+    decodes: list[tuple[Tensor, int]] = []
+    row = 0
+    for table_blocks, (first, end) in zip(tables, spans, strict=True):
+        table = torch.tensor(table_blocks[: -(-end // block_tokens)], dtype=torch.int64)
+        write_blocks.append(table[torch.arange(first, end) // block_tokens])
+        if end - first == 1:
+            decode_rows.append(row)
+            decodes.append((table, end))
+        else:
+            mask = None if first == 0 else _causal_mask(first, end)
+            prefills.append(QueryRun(row, end - first, end, table, mask))
+        row += end - first
+    return AttentionPlan(
+        block_tokens=block_tokens,
+        write_blocks=torch.cat(write_blocks),
+        write_offsets=positions % block_tokens,
+        positions=positions,
+        prefills=tuple(prefills),
+        decodes=_batch_decodes(decode_rows, decodes, block_tokens) if decodes else None,
+    )
+
+
+def write_kv(kv: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
+    """Put the step's keys and values [tokens, kv_heads, head_size] where the plan says."""
+    kv[plan.write_blocks, 0, plan.write_offsets] = keys
+    kv[plan.write_blocks, 1, plan.write_offsets] = values
+
+
+def paged_attention(queries: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
+    """Attention of queries [tokens, heads, head_size] over KV that `write_kv` has completed."""
+    out = torch.empty_like(queries)
+    for run in plan.prefills:
+        rows = slice(run.start, run.start + run.count)
+        out[rows] = _attend_run(queries[rows], kv, run)
+    if plan.decodes is not None:
+        out[plan.decodes.rows] = _attend_decodes(queries[plan.decodes.rows], kv, plan.decodes)
+    return out
+
+
+def reference_attention(query: Tensor, kv: Tensor, table: Sequence[int], kv_count: int) -> Tensor:
+    """One query [heads, head_size] over the first `kv_count` tokens of `table`, block by block.
+
+    Keeps the running maximum, sum and weighted values of the softmax, so that no block is seen
+    twice and no score is kept.
+    """
+    block_tokens, kv_heads, head_size = kv.shape[2:]
+    grouped = query.view(kv_heads, -1, head_size).float() * head_size**-0.5
+    best = torch.full(grouped.shape[:2], float("-inf"))
+    total = torch.zeros_like(best)
+    weighted = torch.zeros_like(grouped)
+    for index in range(-(-kv_count // block_tokens)):
+        token_count = min(block_tokens, kv_count - index * block_tokens)
+        keys, values = kv[table[index], :, :token_count].float()
+        scores = torch.einsum("hgd,thd->hgt", grouped, keys)
+        new_best = torch.maximum(best, scores.amax(-1))
+        weights = torch.exp(scores - new_best[..., None])
+        shrink = torch.exp(best - new_best)
+        total = total * shrink + weights.sum(-1)
+        weighted = weighted * shrink[..., None] + torch.einsum("hgt,thd->hgd", weights, values)
+        best = new_best
+    return (weighted / total[..., None]).view_as(query).to(query.dtype)
+
+
+def _causal_mask(first: int, end: int) -> Tensor:
+    return torch.arange(end) <= torch.arange(first, end)[:, None]
+
+
+def _batch_decodes(
+    rows: list[int], decodes: list[tuple[Tensor, int]], block_tokens: int
+) -> DecodeBatch:
+    tables = torch.nn.utils.rnn.pad_sequence([table for table, _ in decodes], batch_first=True)
+    kv_counts = torch.tensor([kv_count for _, kv_count in decodes])
+    mask = torch.arange(tables.shape[1] * block_tokens) < kv_counts[:, None]
+    return DecodeBatch(torch.tensor(rows), tables, mask[:, None, None, :])
+
+
+def _attend_run(queries: Tensor, kv: Tensor, run: QueryRun) -> Tensor:
+    gathered = kv.index_select(0, run.table)  # [blocks, 2, block_tokens, kv_heads, head_size]
+    keys, values = gathered.transpose(0, 1).flatten(1, 2)[:, : run.kv_count].transpose(1, 2)
+    out = functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=run.mask,
+        is_causal=run.mask is None,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_decodes(queries: Tensor, kv: Tensor, batch: DecodeBatch) -> Tensor:
+    """The query heads that share a KV head are its queries: nothing is repeated."""
+    request_count, head_count, head_size = queries.shape
+    _, _, block_tokens, kv_heads, _ = kv.shape
+    gathered = kv.index_select(0, batch.tables.flatten())
+    gathered = gathered.view(request_count, -1, 2, block_tokens, kv_heads, head_size)
+    keys, values = gathered.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
+    grouped = queries.view(request_count, kv_heads, head_count // kv_heads, head_size)
+    out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask)
+    return out.view(request_count, head_count, head_size)

@@ -1,0 +1,88 @@
+"""What a model, an engine and a request are set to; validated once, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The default of vLLM 0.30 and later: with equal seeds both engines give equal block hashes, so a
+# router that follows one can follow the other. (The namespace still keeps their KV apart.)
+HASH_SEED_DEFAULT = "vllm-none-hash"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a Llama-architecture model."""
+
+    layer_count: int
+    hidden_size: int
+    ffn_size: int
+    head_count: int
+    kv_head_count: int
+    head_size: int
+    vocab_size: int
+    rope_base: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    context_tokens_max: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.head_count % self.kv_head_count:
+            raise ValueError(
+                f"head_count {self.head_count} is no multiple of kv_head_count {self.kv_head_count}"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} is odd: rotary embedding needs pairs")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.head_count // self.kv_head_count
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How much an engine holds and does at once."""
+
+    device_block_count: int = 512
+    block_tokens: int = 16
+    # Bounds the activations of one step, and how long a prefill may hold up the decodes beside it.
+    step_tokens_max: int = 2048
+    # Bounds the decode batch: every running request gets at least one token a step.
+    running_count_max: int = 64
+    hash_seed: str = HASH_SEED_DEFAULT
+    prefix_caching: bool = True
+    # Bounds what a flood of requests costs in hashes and hook calls a step.
+    waiting_count_max: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in (
+            "device_block_count",
+            "block_tokens",
+            "running_count_max",
+            "waiting_count_max",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.step_tokens_max < self.running_count_max:
+            raise ValueError(
+                f"step_tokens_max {self.step_tokens_max} is below running_count_max "
+                f"{self.running_count_max}: each running request needs one token a step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request picks its tokens, and when it stops. Temperature 0 is greedy."""
+
+    tokens_max: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.tokens_max < 1:
+            raise ValueError(f"tokens_max is {self.tokens_max}: it must be at least 1")
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature is {self.temperature}: it must not be negative")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")

@@ -1,0 +1,86 @@
+"""What the engine needs of kvtier's connector; nothing of it is imported at run time.
+
+`kvtier.connector` has the real ones, tests have one in memory, and an engine without a connector
+simply computes everything that its own cache does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
+
+
+class SchedulerSide(Protocol):
+    """Hooks of the scheduler; none of them waits."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether copies or their publication are still under way."""
+        ...
+
+    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """A request has arrived; the hashes are those of its full blocks."""
+        ...
+
+    def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:
+        """Blocks after the engine's own that kvtier can bring; None: ask again later."""
+        ...
+
+    def on_allocated(
+        self, request_id: str, device_blocks: Sequence[int], onboard_count: int
+    ) -> None:
+        """The device blocks to fill; the request runs no token until its onboard has ended."""
+        ...
+
+    def on_blocks_full(
+        self, request_id: str, hashes: Sequence[bytes], device_blocks: Sequence[int]
+    ) -> None:
+        """The request's whole chain of full blocks so far, in order."""
+        ...
+
+    def build_plan(self) -> StepPlan:
+        """The copies to start now."""
+        ...
+
+    def on_results(self, results: Sequence[JobResult]) -> StepOutcome:
+        """Tell which copies have ended; learn what that means for requests."""
+        ...
+
+    def request_finished(self, request_id: str) -> bool:
+        """True: a copy still touches its device blocks; keep them until the outcome says so."""
+        ...
+
+    def on_preempted(self, request_id: str) -> bool:
+        """As `request_finished`, for a request that will start again."""
+        ...
+
+
+class WorkerSide(Protocol):
+    """The copying half; its copies run on a thread of its own."""
+
+    def start(self, plan: StepPlan) -> None:
+        """Queue a plan's copies."""
+        ...
+
+    def poll(self) -> Sequence[JobResult]:
+        """The copies that have ended since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConnector:
+    """Both halves, as one process has them."""
+
+    scheduler: SchedulerSide
+    worker: WorkerSide
+
+    def exchange(self) -> StepOutcome:
+        """Start what is planned, take in what has ended."""
+        plan = self.scheduler.build_plan()
+        if plan.onboards or plan.offloads:
+            self.worker.start(plan)
+        return self.scheduler.on_results(self.worker.poll())

@@ -1,0 +1,255 @@
+"""The engine: takes requests, steps the model over all of them at once, gives tokens out.
+
+One thread calls it; copies to and from kvtier run beside it on the connector's own thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.clock import Clock, SystemClock
+from kvtier.engine.attention import plan_attention
+from kvtier.engine.config import EngineConfig, SamplingParams
+from kvtier.engine.connector_api import EngineConnector
+from kvtier.engine.hashing import HashChain
+from kvtier.engine.kv_cache import make_kv_cache
+from kvtier.engine.model import LlamaModel
+from kvtier.engine.request import FinishReason, Request, RequestResult, RequestState
+from kvtier.engine.sampler import pick_token
+from kvtier.engine.scheduler import ScheduledTokens, Scheduler, unfinished
+from kvtier.errors import BadRequest, LimitExceeded
+
+# How long `generate` and `stream` leave the core to the copies when no request can run.
+IDLE_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A token that a step generated; the last one of a request comes with its result."""
+
+    request_id: str
+    token_id: int
+    result: RequestResult | None = None
+
+
+class Engine:
+    """A model, its KV tensor and the requests that share them."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        config: EngineConfig = EngineConfig(),
+        connector: EngineConnector | None = None,
+        *,
+        kv_cache: torch.Tensor | None = None,
+        clock: Clock = SystemClock(),
+        pause: Callable[[float], object] = threading.Event().wait,
+    ) -> None:
+        """`kv_cache` is given where the connector's copier was built on it before the engine."""
+        self.model = model
+        self.config = config
+        self.kv_cache = make_kv_cache(model, config) if kv_cache is None else kv_cache
+        self.scheduler = Scheduler(config, None if connector is None else connector.scheduler)
+        self._connector = connector
+        self._clock = clock
+        self._pause = pause
+        self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def unfinished_count(self) -> int:
+        """Requests that will still give tokens."""
+        return self.scheduler.unfinished_count
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams = SamplingParams(),
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request. Prompts with different salts never share KV."""
+        self._add(request_id, prompt_ids, params, cache_salt)
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one batch; never waits, so it may return nothing while kvtier is copying."""
+        self._exchange()
+        batch = self.scheduler.schedule()
+        self._exchange()  # The onboards just allocated are copied while the batch is computed.
+        if not batch:
+            return []
+        logits, sampled = self._compute(batch)
+        for scheduled in batch:
+            self.scheduler.on_computed(scheduled)
+        outputs = [
+            self._append(request, pick_token(row, request.params, request.generator))
+            for request, row in zip(sampled, logits, strict=True)
+        ]
+        self._exchange()
+        return outputs
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()
+    ) -> list[RequestResult]:
+        """Run these prompts to their ends, together; the results are in the prompts' order."""
+        requests = [self._add(self._next_id(), prompt, params, None) for prompt in prompts]
+        while unfinished(requests):
+            self._step_or_pause()
+        return [_result_of(request) for request in requests]
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams = SamplingParams(),
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Iterator[TokenOutput]:
+        """The tokens of one request as they come. A stream that is dropped cancels its request."""
+        request = self._add(request_id or self._next_id(), prompt_ids, params, cache_salt)
+        return self._stream(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; what it has computed stays cached."""
+        if request_id not in self._requests:
+            raise BadRequest(f"no request {request_id!r} is unfinished")
+        request = self._requests[request_id]
+        self._finish(request, FinishReason.CANCELLED)
+
+    def forget_cached(self) -> None:
+        """Forget the engine's own cached blocks, so that the next run is cold."""
+        assert self.unfinished_count == 0, "requests are still computing on cached blocks"
+        self.scheduler.pool.forget_all()
+
+    def wait_offloads(self, timeout_seconds: float) -> bool:
+        """Let kvtier take in all that was computed; False when it had not by then."""
+        deadline = self._clock.now() + timeout_seconds
+        while True:  # Ends at the deadline.
+            self._exchange()
+            if self._connector is None or not self._connector.scheduler.has_work:
+                return True
+            if self._clock.now() >= deadline:
+                return False
+            self._pause(IDLE_SECONDS)
+
+    def check_invariants(self) -> list[str]:
+        """Each string is one violation."""
+        return self.scheduler.check_invariants()
+
+    def _add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+    ) -> Request:
+        self._check(request_id, prompt_ids, params)
+        config = self.config
+        chain = HashChain(
+            seed=config.hash_seed, block_tokens=config.block_tokens, cache_salt=cache_salt
+        )
+        chain.extend(prompt_ids)
+        request = Request(
+            request_id=request_id,
+            token_ids=list(prompt_ids),
+            prompt_count=len(prompt_ids),
+            params=params,
+            chain=chain,
+            generator=torch.Generator().manual_seed(params.seed),
+            arrived_at=self._clock.now(),
+        )
+        self._requests[request_id] = request
+        self.scheduler.add(request)
+        return request
+
+    def _check(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what could never run to its end alone."""
+        if request_id in self._requests or self.scheduler.is_kept(request_id):
+            raise BadRequest(f"request id {request_id!r} is in use")
+        if not prompt_ids:
+            raise BadRequest("the prompt is empty: give at least one token")
+        vocab_size = self.model.config.vocab_size
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            raise BadRequest(f"the prompt has a token id outside 0 .. {vocab_size - 1}")
+        token_count = len(prompt_ids) + params.tokens_max
+        room = min(
+            self.model.config.context_tokens_max,
+            self.config.device_block_count * self.config.block_tokens,
+        )
+        if token_count > room:
+            raise BadRequest(
+                f"prompt and tokens_max are {token_count} tokens, there is {room} room"
+            )
+        if self.scheduler.waiting_count >= self.config.waiting_count_max:
+            raise LimitExceeded(f"waiting_count_max {self.config.waiting_count_max} requests wait")
+
+    def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[torch.Tensor, list[Request]]:
+        """Run the model; logits of each request whose last token was among those computed."""
+        tables, spans, token_ids = [], [], []
+        logit_rows: list[int] = []
+        sampled: list[Request] = []
+        for scheduled in batch:
+            request = scheduled.request
+            first, end = request.computed_count, request.computed_count + scheduled.count
+            tables.append(request.device_blocks)
+            spans.append((first, end))
+            token_ids += request.token_ids[first:end]
+            if end == len(request.token_ids):
+                logit_rows.append(len(token_ids) - 1)
+                sampled.append(request)
+        logits = self.model.forward(
+            torch.tensor(token_ids),
+            self.kv_cache,
+            plan_attention(tables, spans, self.config.block_tokens),
+            torch.tensor(logit_rows, dtype=torch.int64),
+        )
+        return logits, sampled
+
+    def _append(self, request: Request, token_id: int) -> TokenOutput:
+        reason = request.append(token_id, self._clock.now())
+        result = None if reason is None else self._finish(request, reason)
+        return TokenOutput(request.request_id, token_id, result)
+
+    def _finish(self, request: Request, reason: FinishReason) -> RequestResult:
+        self.scheduler.finish(request)
+        del self._requests[request.request_id]
+        return request.finish(reason, self._clock.now())
+
+    def _exchange(self) -> None:
+        if self._connector is not None:
+            self.scheduler.on_outcome(self._connector.exchange())
+
+    def _stream(self, request: Request) -> Iterator[TokenOutput]:
+        given = 0
+        try:
+            while given < len(request.generated_ids) or unfinished([request]):
+                if given == len(request.generated_ids):
+                    self._step_or_pause()
+                    continue
+                token_id = request.generated_ids[given]
+                given += 1
+                is_last = given == len(request.generated_ids)
+                yield TokenOutput(request.request_id, token_id, request.result if is_last else None)
+        finally:
+            if request.state is not RequestState.FINISHED:
+                self._finish(request, FinishReason.CANCELLED)
+
+    def _step_or_pause(self) -> None:
+        before = self.scheduler.computed_token_count
+        self.step()
+        if self.scheduler.computed_token_count == before:
+            self._pause(IDLE_SECONDS)
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+
+def _result_of(request: Request) -> RequestResult:
+    assert request.result is not None, "a finished request has its result"
+    return request.result

@@ -1,0 +1,268 @@
+"""Decides what each step computes: continuous batching over a pool of device blocks.
+
+Running requests come first, in the order they were started; a prompt that does not fit into the
+step's token budget is computed in parts. When device blocks run out the request started latest is
+preempted and later computed anew from its tokens. So the first running request always gets on.
+
+Who holds device blocks:
+  (0) requests that run, or wait for their onboard: those of their block table;
+  (1) the connector, for requests that ended or were preempted while a copy touches them: `_kept`.
+Nothing is written to a published block: the last block of a prompt is always computed into a block
+of the request's own, so a prompt that is cached as a whole still has a token to compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.engine.blocks import DeviceBlockPool
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.connector_api import SchedulerSide
+from kvtier.engine.request import Request, RequestEvent, RequestState
+
+if TYPE_CHECKING:
+    from kvtier.connector.jobs import StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """A request's next `count` tokens, from its `computed_count` on."""
+
+    request: Request
+    count: int
+
+
+class Scheduler:
+    """Owns the requests that are not finished, and their device blocks."""
+
+    def __init__(self, config: EngineConfig, connector: SchedulerSide | None = None) -> None:
+        self.pool = DeviceBlockPool(config.device_block_count)
+        self._config = config
+        self._connector = connector
+        self._waiting: deque[Request] = deque()
+        self._onboarding: dict[str, Request] = {}
+        self._running: list[Request] = []
+        self._kept: dict[str, list[int]] = {}
+        self.computed_token_count = 0  # Since the start.
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests without device blocks."""
+        return len(self._waiting)
+
+    @property
+    def unfinished_count(self) -> int:
+        """Requests that will still give tokens."""
+        return len(self._waiting) + len(self._onboarding) + len(self._running)
+
+    @property
+    def kept_block_count(self) -> int:
+        """Device blocks held for copies alone."""
+        return sum(len(device_blocks) for device_blocks in self._kept.values())
+
+    def is_kept(self, request_id: str) -> bool:
+        """Whether copies still touch the blocks of a former request of this id."""
+        return request_id in self._kept
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self._waiting.append(request)
+        if self._connector is not None:
+            # Not the block of the last token: it is computed here in any case.
+            reusable = request.hashes[: self._reusable_count(request)]
+            self._connector.on_new_request(request.request_id, reusable)
+
+    def schedule(self) -> list[ScheduledTokens]:
+        """The next step's work; empty when all requests wait."""
+        batch: list[ScheduledTokens] = []
+        budget = self._config.step_tokens_max
+        preempted = False
+        while len(batch) < len(self._running) and budget > 0:
+            request = self._running[len(batch)]
+            count = min(request.pending_count, budget)
+            if self._grow(request, request.computed_count + count):
+                batch.append(self._scheduled(request, count))
+                budget -= count
+            else:
+                self._preempt(self._running[-1])
+                preempted = True
+        if not preempted:  # Else what a newcomer would take is what was just missing.
+            self._admit(batch, budget)
+        return batch
+
+    def on_computed(self, scheduled: ScheduledTokens) -> None:
+        """The KV of these tokens is in the device blocks: publish the blocks now full."""
+        request = scheduled.request
+        request.computed_count += scheduled.count
+        self.computed_token_count += scheduled.count
+        full_count = request.computed_count // self._config.block_tokens
+        if full_count == request.published_count:
+            return
+        self._publish(request, full_count)
+        if self._connector is not None:
+            self._connector.on_blocks_full(
+                request.request_id,
+                request.hashes[:full_count],
+                request.device_blocks[:full_count],
+            )
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        """Start requests whose onboard has ended; free what copies no longer touch."""
+        for request_id in outcome.onboarded:
+            request = self._onboarding.pop(request_id)
+            count = request.local_block_count + request.onboard_block_count
+            request.computed_count = count * self._config.block_tokens
+            self._publish(request, count)
+            self._start(request)
+        for request_id in outcome.failed:
+            # The blocks meant for the onboard stay the request's own and are computed.
+            request = self._onboarding.pop(request_id)
+            request.onboard_block_count = 0
+            self._start(request)
+        for request_id in outcome.released:
+            self.pool.release(self._kept.pop(request_id))
+
+    def finish(self, request: Request) -> None:
+        """The request is over, whatever it was doing."""
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+        elif request.state is RequestState.WAITING_FOR_ONBOARD:
+            del self._onboarding[request.request_id]
+        else:
+            self._waiting.remove(request)
+        request.move(RequestEvent.FINISH)
+        keep = self._connector is not None and self._connector.request_finished(request.request_id)
+        self._let_go(request, keep=keep)
+
+    def check_invariants(self) -> list[str]:
+        """Each string is one violation."""
+        wrong = self.pool.check_invariants()
+        holders = [*self._running, *self._onboarding.values()]
+        held = {block for request in holders for block in request.device_blocks}
+        held.update(block for blocks in self._kept.values() for block in blocks)
+        if self.pool.free_count + len(held) != self.pool.block_count:
+            wrong.append(f"{len(held)} device blocks are ours, {self.pool.free_count} are free")
+        wrong += [f"{request.request_id} waits with blocks" for request in self._waiting
+                  if request.device_blocks]  # fmt: skip
+        return wrong
+
+    def _admit(self, batch: list[ScheduledTokens], budget: int) -> None:
+        """Start waiting requests, first come first served, but not behind one that asks kvtier."""
+        for request in list(self._waiting):
+            if budget == 0 or self._active_count() >= self._config.running_count_max:
+                return
+            local = self._match(request)
+            onboard_count = self._onboard_count(request, len(local))
+            if onboard_count is None:
+                continue
+            if onboard_count > 0:
+                if not self._begin_onboard(request, local, onboard_count):
+                    return
+                continue
+            cached_count = len(local) * self._config.block_tokens
+            count = min(len(request.token_ids) - cached_count, budget)
+            self.pool.hold(local)
+            request.device_blocks = list(local)
+            if not self._grow(request, cached_count + count):
+                self.pool.release(local)
+                request.device_blocks = []
+                return
+            self._waiting.remove(request)
+            request.computed_count = cached_count
+            request.published_count = request.local_block_count = len(local)
+            request.onboard_block_count = 0
+            self._start(request)
+            batch.append(self._scheduled(request, count))
+            budget -= count
+
+    def _begin_onboard(self, request: Request, local: list[int], onboard_count: int) -> bool:
+        """Allocate for the engine's own prefix and what kvtier brings; False: no room now."""
+        assert self._connector is not None
+        self.pool.hold(local)
+        if onboard_count > self.pool.free_count:
+            self.pool.release(local)
+            return False
+        fresh = self.pool.take(onboard_count)
+        self._waiting.remove(request)
+        request.device_blocks = local + fresh
+        request.computed_count = len(local) * self._config.block_tokens
+        request.published_count = request.local_block_count = len(local)
+        request.onboard_block_count = onboard_count
+        request.move(RequestEvent.ONBOARD)
+        self._onboarding[request.request_id] = request
+        self._connector.on_allocated(request.request_id, fresh, onboard_count)
+        return True
+
+    def _start(self, request: Request) -> None:
+        request.move(RequestEvent.START)
+        self._running.append(request)
+        if request.prefix_counts is None:
+            block_tokens = self._config.block_tokens
+            request.prefix_counts = (
+                request.local_block_count * block_tokens,
+                request.onboard_block_count * block_tokens,
+            )
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        request.move(RequestEvent.PREEMPT)
+        request.preempted_count += 1
+        self._waiting.appendleft(request)
+        keep = self._connector is not None and self._connector.on_preempted(request.request_id)
+        self._let_go(request, keep=keep)
+
+    def _let_go(self, request: Request, *, keep: bool) -> None:
+        if keep:
+            self._kept.setdefault(request.request_id, []).extend(request.device_blocks)
+        else:
+            self.pool.release(request.device_blocks)
+        request.device_blocks = []
+        request.computed_count = request.published_count = 0
+
+    def _grow(self, request: Request, token_count: int) -> bool:
+        """Make the block table long enough for `token_count` tokens, if the pool has the blocks."""
+        missing = -(-token_count // self._config.block_tokens) - len(request.device_blocks)
+        if missing > self.pool.free_count:
+            return False
+        if missing > 0:
+            request.device_blocks += self.pool.take(missing)
+        return True
+
+    def _scheduled(self, request: Request, count: int) -> ScheduledTokens:
+        first = request.computed_count // self._config.block_tokens
+        end = -(-(request.computed_count + count) // self._config.block_tokens)
+        written = request.device_blocks[first:end]
+        assert not any(self.pool.is_published(block) for block in written), "shared block written"
+        return ScheduledTokens(request, count)
+
+    def _publish(self, request: Request, full_count: int) -> None:
+        if self._config.prefix_caching:
+            for index in range(request.published_count, full_count):
+                self.pool.publish(request.device_blocks[index], request.hashes[index])
+        request.published_count = full_count
+
+    def _match(self, request: Request) -> list[int]:
+        if not self._config.prefix_caching:
+            return []
+        return self.pool.match(request.hashes[: self._reusable_count(request)])
+
+    def _onboard_count(self, request: Request, local_count: int) -> int | None:
+        if self._connector is None:
+            return 0
+        count = self._connector.get_onboard_count(request.request_id, local_count)
+        return None if count is None else min(count, self._reusable_count(request) - local_count)
+
+    def _reusable_count(self, request: Request) -> int:
+        """Full blocks before the one with the last token, which is always computed."""
+        return (len(request.token_ids) - 1) // self._config.block_tokens
+
+    def _active_count(self) -> int:
+        return len(self._running) + len(self._onboarding)
+
+
+def unfinished(requests: Sequence[Request]) -> bool:
+    """Whether any of them will still give tokens."""
+    return any(request.state is not RequestState.FINISHED for request in requests)

@@ -1,0 +1,203 @@
+"""A connector without a daemon: blocks go to a dict; copies end when the test says so.
+
+It does its worst within the contract: an onboard scribbles over its device blocks before the bytes
+arrive, and a failed one leaves them scribbled; an offload reads its blocks only when it ends, so a
+block that was given away meanwhile shows up as wrong bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.connector.jobs import (
+    FailReason,
+    JobResult,
+    OffloadJob,
+    OnboardJob,
+    StepOutcome,
+    StepPlan,
+)
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.connector_api import EngineConnector
+from kvtier.engine.copier import HostBlockCopier
+from kvtier.engine.engine import Engine
+from kvtier.engine.kv_cache import make_kv_cache, namespace_spec
+from kvtier.engine.model import LlamaModel
+from kvtier.namespace import NamespaceSpec
+
+
+@dataclass
+class MemoryBlocks:
+    """What all engines of a test share, and how it behaves."""
+
+    resident: dict[bytes, np.ndarray] = field(default_factory=dict)
+    none_count: int = 0  # Questions answered "ask again" first.
+    fails_onboards: bool = False
+    copy_polls: int = 1  # Polls until a copy ends.
+    onboarded_count: int = 0
+    preempted_count: int = 0
+    asked: list[tuple[str, int, int | None]] = field(default_factory=list)
+    overwritten: list[bytes] = field(default_factory=list)  # Must stay empty.
+
+
+class MemoryScheduler:
+    """The scheduler side: plans at once, believes the worker."""
+
+    def __init__(self, blocks: MemoryBlocks, spec: NamespaceSpec) -> None:
+        self.blocks = blocks
+        self.hashes_of_job: dict[int, tuple[bytes, ...]] = {}
+        self._spec = spec
+        self._prompts: dict[str, tuple[bytes, ...]] = {}
+        self._local_counts: dict[str, int] = {}
+        self._onboards: list[OnboardJob] = []
+        self._offloads: list[OffloadJob] = []
+        self._flights: dict[int, OnboardJob | OffloadJob] = {}
+        self._offloading: set[bytes] = set()
+        self._held: set[str] = set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._flights)
+
+    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        self._prompts[request_id] = tuple(hashes)
+
+    def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:
+        count = self._count(request_id, local_block_count)
+        self.blocks.asked.append((request_id, local_block_count, count))
+        self._local_counts[request_id] = local_block_count
+        return count
+
+    def on_allocated(
+        self, request_id: str, device_blocks: Sequence[int], onboard_count: int
+    ) -> None:
+        assert onboard_count == len(device_blocks) > 0
+        first = self._local_counts[request_id]
+        hashes = self._prompts[request_id][first : first + onboard_count]
+        job = OnboardJob(self._job_id(), request_id, None, (), tuple(device_blocks), 0)
+        self.hashes_of_job[job.job_id] = hashes
+        self._flights[job.job_id] = job
+        self._onboards.append(job)
+
+    def on_blocks_full(
+        self, request_id: str, hashes: Sequence[bytes], device_blocks: Sequence[int]
+    ) -> None:
+        assert len(hashes) == len(device_blocks)
+        fresh = [
+            (block_hash, device_block)
+            for block_hash, device_block in zip(hashes, device_blocks, strict=True)
+            if block_hash not in self.blocks.resident and block_hash not in self._offloading
+        ]
+        if not fresh:
+            return
+        job = OffloadJob(self._job_id(), request_id, None, (), tuple(block for _, block in fresh))
+        self.hashes_of_job[job.job_id] = tuple(block_hash for block_hash, _ in fresh)
+        self._offloading.update(self.hashes_of_job[job.job_id])
+        self._flights[job.job_id] = job
+        self._offloads.append(job)
+
+    def build_plan(self) -> StepPlan:
+        plan = StepPlan(self._spec, tuple(self._onboards), tuple(self._offloads))
+        self._onboards, self._offloads = [], []
+        return plan
+
+    def on_results(self, results: Sequence[JobResult]) -> StepOutcome:
+        onboarded, failed, released = [], [], []
+        for result in results:
+            job = self._flights.pop(result.job_id)
+            request_id = job.request_id
+            if isinstance(job, OnboardJob) and request_id not in self._held:
+                (failed if result.failed else onboarded).append(request_id)
+            if request_id in self._held and not self._is_flying(request_id):
+                self._held.remove(request_id)
+                released.append(request_id)
+        return StepOutcome(tuple(onboarded), tuple(failed), tuple(released))
+
+    def request_finished(self, request_id: str) -> bool:
+        self._prompts.pop(request_id)
+        return self._hold(request_id)
+
+    def on_preempted(self, request_id: str) -> bool:
+        self.blocks.preempted_count += 1
+        return self._hold(request_id)
+
+    def _hold(self, request_id: str) -> bool:
+        if self._is_flying(request_id):
+            self._held.add(request_id)
+        return request_id in self._held
+
+    def _count(self, request_id: str, local_block_count: int) -> int | None:
+        if self.blocks.none_count > 0:
+            self.blocks.none_count -= 1
+            return None
+        count = 0
+        for block_hash in self._prompts[request_id][local_block_count:]:
+            if block_hash not in self.blocks.resident:
+                break
+            count += 1
+        return count
+
+    def _is_flying(self, request_id: str) -> bool:
+        return any(job.request_id == request_id for job in self._flights.values())
+
+    def _job_id(self) -> int:
+        return len(self.hashes_of_job)
+
+
+class MemoryWorker:
+    """The worker side: each copy ends after `copy_polls` polls."""
+
+    def __init__(
+        self, blocks: MemoryBlocks, scheduler: MemoryScheduler, copier: HostBlockCopier
+    ) -> None:
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._copier = copier
+        self._flying: list[tuple[int, OnboardJob | OffloadJob, list[np.ndarray]]] = []
+        self._poll_count = 0
+
+    def start(self, plan: StepPlan) -> None:
+        ends_at = self._poll_count + self._blocks.copy_polls
+        for job in plan.onboards:
+            scribble = [np.full(self._copier.block_bytes, 0x42, np.uint8)] * len(job.device_blocks)
+            self._copier.copy_in(job.device_blocks, scribble)
+            self._flying.append((ends_at, job, []))
+        for job in plan.offloads:
+            self._flying.append((ends_at, job, self._read(job)))
+
+    def poll(self) -> list[JobResult]:
+        self._poll_count += 1
+        ended = [entry for entry in self._flying if entry[0] <= self._poll_count]
+        self._flying = [entry for entry in self._flying if entry[0] > self._poll_count]
+        return [self._end(job, as_started) for _, job, as_started in ended]
+
+    def _end(self, job: OnboardJob | OffloadJob, as_started: list[np.ndarray]) -> JobResult:
+        hashes = self._scheduler.hashes_of_job[job.job_id]
+        if isinstance(job, OnboardJob):
+            if self._blocks.fails_onboards:
+                return JobResult(job.job_id, 0, FailReason.COPY)
+            self._copier.copy_in(job.device_blocks, [self._blocks.resident[h] for h in hashes])
+            self._blocks.onboarded_count += len(hashes)
+        else:
+            for block_hash, before, now in zip(hashes, as_started, self._read(job), strict=True):
+                if not np.array_equal(before, now):
+                    self._blocks.overwritten.append(block_hash)
+                self._blocks.resident[block_hash] = now
+        return JobResult(job.job_id, 0, None)
+
+    def _read(self, job: OffloadJob) -> list[np.ndarray]:
+        views = [np.empty(self._copier.block_bytes, np.uint8) for _ in job.device_blocks]
+        self._copier.copy_out(job.device_blocks, views)
+        return views
+
+
+def connected_engine(model: LlamaModel, config: EngineConfig, blocks: MemoryBlocks) -> Engine:
+    """An engine over `blocks`; several of them share what is resident."""
+    kv_cache = make_kv_cache(model, config)
+    scheduler = MemoryScheduler(blocks, namespace_spec(model, config))
+    worker = MemoryWorker(blocks, scheduler, HostBlockCopier(kv_cache))
+    connector = EngineConnector(scheduler, worker)
+    return Engine(model, config, connector, kv_cache=kv_cache, pause=lambda _: None)

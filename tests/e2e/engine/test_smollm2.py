@@ -1,0 +1,110 @@
+"""The real model: loaded right, tokenized right, and the same whatever is cached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as JudgeTokenizer
+
+from kvtier.engine.attention import plan_attention
+from kvtier.engine.config import EngineConfig, SamplingParams
+from kvtier.engine.engine import Engine
+from kvtier.engine.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.kv_cache import make_kv_cache
+from kvtier.engine.model import LlamaModel
+from kvtier.engine.smollm2 import load_smollm2, smollm2_path
+from kvtier.engine.tokenizer import ChatMessage, Tokenizer
+from tests.support.transformers_twin import to_transformers
+
+pytestmark = pytest.mark.slow
+
+TEXTS = [
+    "Hello world! It's 2024; don't  stop.\n\n  héllo",
+    "def f(x_1):\n\treturn x_1**2  # ½ of x², Ⅷ times\n",
+    "日本語のテキスト 🙂👩‍👩‍👧 naïve Ελληνικά   ",
+    "a_b__c ___ 1,234.56€ 'll 've 'LL \r\n\r\n\t end",
+    "<|im_start|>not special<|im_end|>",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[LlamaModel, Tokenizer]:
+    torch.set_num_threads(2)
+    return load_smollm2()
+
+
+def test_question_is_answered(loaded: tuple[LlamaModel, Tokenizer]) -> None:
+    model, tokenizer = loaded
+    engine = Engine(model, EngineConfig(device_block_count=64))
+    prompt = tokenizer.chat([ChatMessage("user", "What is the capital of France?")])
+    params = SamplingParams(tokens_max=16, stop_token_ids=frozenset([tokenizer.end_id]))
+    assert "Paris" in tokenizer.decode(engine.generate([prompt], params)[0].token_ids)
+
+
+def test_logits_are_those_of_transformers_on_the_same_weights(
+    loaded: tuple[LlamaModel, Tokenizer],
+) -> None:
+    """Fails by whole units when the rotary rows are left as GGUF orders them."""
+    model, tokenizer = loaded
+    prompt = tokenizer.encode("The KV cache of a language model keeps, for every token,")
+    twin = to_transformers(model)
+    with torch.inference_mode():
+        expected = twin(torch.tensor([prompt]), logits_to_keep=1).logits[0, -1]
+    plan = plan_attention([[3, 1]], [(0, len(prompt))], 16)
+    kv_cache = make_kv_cache(model, EngineConfig(device_block_count=4))
+    last = torch.tensor([len(prompt) - 1])
+    logits = model.forward(torch.tensor(prompt), kv_cache, plan, last)
+    torch.testing.assert_close(logits[0], expected, atol=2e-3, rtol=1e-3)
+
+
+def test_tokens_are_those_of_the_tokenizers_package(
+    loaded: tuple[LlamaModel, Tokenizer],
+) -> None:
+    _, tokenizer = loaded
+    file = GgufFile(smollm2_path())
+    tokens, merges = file.texts("tokenizer.ggml.tokens"), file.texts("tokenizer.ggml.merges")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    judge = JudgeTokenizer(models.BPE(vocab, [tuple(merge.split(" ", 1)) for merge in merges]))
+    digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    judge.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    judge.decoder = decoders.ByteLevel()
+    for text in TEXTS:
+        assert tokenizer.encode(text) == judge.encode(text).ids, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_cached_prefix_changes_no_token_but_near_ties(
+    loaded: tuple[LlamaModel, Tokenizer],
+) -> None:
+    model, tokenizer = loaded
+    turns = [ChatMessage("user", "Name three rivers of Europe, with one fact about each. " * 4)]
+    prompt = tokenizer.chat(turns)
+    params = SamplingParams(tokens_max=24)
+    engine = Engine(model, EngineConfig(device_block_count=64))
+    cold = engine.generate([prompt], params)[0]
+    warm = engine.generate([prompt], params)[0]
+    assert warm.engine_cache_count >= len(prompt) - 16
+    assert_same_but_near_ties(model, prompt, cold.token_ids, warm.token_ids)
+
+
+def test_damaged_file_is_named(tmp_path: object) -> None:
+    path = tmp_path / "model.gguf"  # type: ignore[operator]
+    path.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\xff" * 40)
+    with pytest.raises(BadModelFile, match=r"model\.gguf is damaged: a count of"):
+        GgufFile(path)
+
+
+def assert_same_but_near_ties(
+    model: LlamaModel, prompt: list[int], first: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    """Where they part, the two tokens' logits must be within rounding of each other."""
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one == other:
+            continue
+        context = [*prompt, *first[:index]]
+        with torch.inference_mode():
+            logits = to_transformers(model)(torch.tensor([context]), logits_to_keep=1).logits[0, -1]
+        assert abs(logits[one] - logits[other]) < 1e-2
+        return  # What follows answers different texts.

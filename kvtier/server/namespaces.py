@@ -19,6 +19,8 @@ from kvtier.server.epochs import EpochStore
 from kvtier.server.finish import finish
 from kvtier.types import NamespaceId
 
+SLOT_BYTES_MIN = 64  # A cache line: neighbours are written by different processes.
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedNamespace:
@@ -31,6 +33,14 @@ class OpenedNamespace:
     @property
     def payload_bytes(self) -> int:
         return self.spec.shard_bytes * self.spec.shard_count
+
+
+def slot_stride(shard_bytes: int) -> int:
+    """Distance of two slots: whole pages; below a page a power of two, so that none lies across
+    two pages. Whole pages would cost small blocks up to 64 times their size."""
+    if shard_bytes > mmap.PAGESIZE // 2:
+        return -(-shard_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return max(SLOT_BYTES_MIN, 1 << (shard_bytes - 1).bit_length())
 
 
 class Namespaces:
@@ -113,7 +123,7 @@ class Namespaces:
                 f"{self.count_max} namespaces are open (server.namespaces_max): restart the "
                 "daemon, or raise the limit"
             )
-        slot_bytes = -(-spec.shard_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        slot_bytes = slot_stride(spec.shard_bytes)
         if slot_bytes > self._slab_bytes:
             raise BadRequest(
                 f"a shard of {spec.shard_bytes} bytes does not fit into a slab of "

@@ -30,6 +30,12 @@ class Command:
 
 COMMANDS = {
     "serve": Command("kvtier.cli.serve", "run the daemon"),
+    "stats": Command("kvtier.cli.stats", "show what a daemon holds and has done"),
+    "check": Command("kvtier.cli.check", "verify the invariants of a running daemon"),
+    "put": Command("kvtier.cli.put", "put a file into a daemon; prints its receipt"),
+    "get": Command("kvtier.cli.get", "write a file from its receipt"),
+    "match": Command("kvtier.cli.match", "say how much of a file is resident"),
+    "bench": Command("kvtier.cli.bench", "measure a daemon"),
 }
 
 

@@ -1,0 +1,34 @@
+"""`kvtier bench match | transfer | daemon | churn`: measure a daemon.
+
+Each starts a private daemon and removes it afterwards, unless --socket names a running one.
+Progress goes to stderr. Exit codes: 0; 1 when something was wrong (bytes, invariants) or, with
+--strict, a target was missed; 2 for a mistake in the arguments; 3 when no daemon answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from kvtier.cli import bench_churn, bench_daemon, bench_match, bench_transfer
+from kvtier.cli.bench_run import add_common_arguments
+
+_BENCHES = {
+    "match": (bench_match, "time of a match against a million resident blocks"),
+    "transfer": (bench_transfer, "offload and onboard speed against memcpy"),
+    "daemon": (bench_daemon, "start, memory and idle processor time"),
+    "churn": (bench_churn, "many clients, little room: calls a second, hits, invariants"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
+    for name, (module, summary) in _BENCHES.items():
+        child = benches.add_parser(name, help=summary, description=summary)
+        add_common_arguments(child)
+        module.add_arguments(child)
+        child.set_defaults(run_bench=module.run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    exit_code: int = arguments.run_bench(arguments)
+    return exit_code

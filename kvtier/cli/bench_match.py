@@ -1,0 +1,328 @@
+"""`kvtier bench match`: a long prompt against a million resident blocks.
+
+A real session commits the blocks; then chains that are resident fully, partly (random depth) and
+not at all are asked for in random order, one call after the other, from another process than the
+daemon's. Then again while a third process acquires and releases full chains without a pause.
+
+    p50_ms, p99_ms            call of Client.match with a list of hashes, to its answer
+    p50_packed_ms             the same with hashes that are packed already
+    daemon_us                 median of what the daemon says it spent (MatchResponse.daemon_us)
+    p50_busy_ms, p99_busy_ms  with the third process
+    bytes_per_block           growth of the daemon's memory by the blocks, pool and slot table
+                              (memfds) left out, over resident blocks
+    acquire_us_per_block      time inside the daemon's Acquire calls (its own counter), over blocks
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from kvtier.checksum import block_checksum
+from kvtier.cli import bench_run, measure
+from kvtier.cli.bench_tree import HASH_BYTES, ChainTree
+from kvtier.cli.connect import connected, open_namespace
+from kvtier.cli.output import say
+from kvtier.cli.peer import Peer, started_peer
+from kvtier.cli.private_daemon import BenchDaemon
+from kvtier.cli.processes import memory_of
+from kvtier.cli.sizes import positive
+from kvtier.client.client import Client
+from kvtier.client.values import Namespace, Reservation
+from kvtier.errors import BadRequest, KVTierError, TierFull
+from kvtier.namespace import NamespaceSpec
+from kvtier.paths import grpc_socket_path
+from kvtier.types import CommitOutcome, Role
+from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.v1.kvtier_pb2_grpc import KVTierStub
+
+TARGETS = {
+    "p50_ms": measure.Target(at_most=0.8),
+    "p99_busy_ms": measure.Target(at_most=10.0),
+    "bytes_per_block": measure.Target(at_most=400.0),
+    "acquire_us_per_block": measure.Target(at_most=3.0),
+}
+SLOT_BYTES = 64
+_SLAB_BYTES = 16 << 20
+_COMMIT_COUNT = 4096
+_RESERVE_TRIES = 400
+_ACQUIRE_ROUNDS = 100
+_WARM_COUNT = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=positive, default=131_072, help="of the prompt (131072)")
+    parser.add_argument("--block-tokens", type=positive, default=16, help="of a block (16)")
+    parser.add_argument(
+        "--resident", type=positive, default=1_000_000, help="resident blocks (1000000)"
+    )
+    parser.add_argument("--chains", type=positive, default=1_002, help="chains asked for (1002)")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    hashes: list[bytes]
+    resident_count: int
+
+
+def run(arguments: argparse.Namespace) -> int:
+    length = arguments.tokens // arguments.block_tokens
+    if length < 2:
+        raise BadRequest("--tokens: give at least two blocks of --block-tokens")
+    tree = ChainTree(resident_count=arguments.resident, chain_length=length, seed=arguments.seed)
+    budget_bytes = _budget_bytes(arguments.resident)
+    options = {
+        "dram.bytes": str(budget_bytes),
+        "dram.slab_bytes": str(min(_SLAB_BYTES, budget_bytes)),
+        "dram.watermark_stop": "1.0",
+    }
+    with (
+        bench_run.bench_daemon(arguments, options) as daemon,
+        connected(daemon.socket, role=Role.BOTH, name="bench match") as client,
+    ):
+        bench = _MatchBench(arguments, daemon, client, tree)
+        figures = bench.measure_all()
+        page_kind = client.stats().tiers[0].page_kind
+    return bench_run.report(
+        arguments, figures, TARGETS, page_kind=page_kind, is_wrong=bench.wrong_count > 0
+    )
+
+
+def spec_of(block_tokens: int, salt: str) -> NamespaceSpec:
+    return NamespaceSpec(
+        model="bench-match",
+        weights="-",
+        kv_dtype="bytes",
+        layout="none",
+        block_tokens=block_tokens,
+        shard_bytes=SLOT_BYTES,
+        hash_bytes=HASH_BYTES,
+        salt=salt,
+    )
+
+
+class _MatchBench:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        daemon: BenchDaemon,
+        client: Client,
+        tree: ChainTree,
+    ) -> None:
+        self._arguments = arguments
+        self._daemon = daemon
+        self._client = client
+        self._tree = tree
+        self._spec = spec_of(arguments.block_tokens, secrets.token_hex(8))
+        self._namespace = open_namespace(client, self._spec)
+        self.wrong_count = 0
+
+    def measure_all(self) -> dict[str, object]:
+        bytes_per_block, fill_seconds = self._fill()
+        questions = self._questions()
+        say(f"asking for {len(questions)} chains of {self._tree.chain_length} blocks")
+        self._ask(questions[:_WARM_COUNT], self._match_list)
+        alone = self._ask(questions, self._match_list)
+        packed = self._ask(questions, self._match_packed)
+        daemon_us = self._daemon_us(questions)
+        acquire = self._acquire_figures()
+        with started_peer("kvtier.cli.bench_match_peer") as peer:
+            busy, load = self._ask_busy(peer, questions)
+        return {
+            "p50_ms": measure.percentile(alone, 50),
+            "p99_ms": measure.percentile(alone, 99),
+            "p50_packed_ms": measure.percentile(packed, 50),
+            "daemon_us": daemon_us,
+            "p50_busy_ms": measure.percentile(busy, 50),
+            "p99_busy_ms": measure.percentile(busy, 99),
+            "busy_acquires_per_second": load,
+            "bytes_per_block": bytes_per_block,
+            **acquire,
+            "fill_us_per_block": 1e6 * fill_seconds / self._arguments.resident,
+            "wrong_answers": self.wrong_count,
+            "chains": len(questions),
+            "chain_blocks": self._tree.chain_length,
+            "resident_blocks": self._arguments.resident,
+        }
+
+    # --------------------------------------------------------------------------------- filling
+
+    def _fill(self) -> tuple[float, float]:
+        """Commit every block; (bytes of the daemon's memory a block, seconds)."""
+        filler = _Filler(self._client, self._namespace)
+        before = memory_of(self._daemon.pid).anonymous_bytes
+        started = time.monotonic()
+        for parent, packed in self._tree.runs():
+            filler.commit_run(parent, packed)
+        filler.finish()
+        seconds = time.monotonic() - started
+        grown_bytes = memory_of(self._daemon.pid).anonymous_bytes - before
+        say(f"{filler.committed_count} blocks committed in {seconds:.1f} s")
+        if filler.committed_count != self._arguments.resident:
+            raise TierFull(
+                f"{filler.committed_count} of {self._arguments.resident} blocks became resident: "
+                "the daemon's pool is too small"
+            )
+        return grown_bytes / filler.committed_count, seconds
+
+    # ---------------------------------------------------------------------------------- asking
+
+    def _questions(self) -> list[Question]:
+        """Fully, partly and not resident in equal parts, shuffled; all different."""
+        tree, chance = self._tree, random.Random(self._arguments.seed)
+        third = min(-(-self._arguments.chains // 3), tree.full_chain_count)
+        length = tree.chain_length
+        found: list[Question] = []
+        for number in chance.sample(range(tree.full_chain_count), third):
+            depth = chance.randrange(1, length)
+            found.append(Question(tree.full_chain(number), length))
+            found.append(Question(tree.part_chain(number, depth), depth))
+            found.append(Question(tree.absent_chain(length), 0))
+        chance.shuffle(found)
+        return found
+
+    def _ask(
+        self, questions: Sequence[Question], match: Callable[[Question], tuple[int, float]]
+    ) -> list[float]:
+        """Milliseconds of each."""
+        times = []
+        for question in questions:
+            matched_count, seconds = match(question)
+            times.append(1e3 * seconds)
+            self.wrong_count += matched_count != question.resident_count
+        return times
+
+    def _match_list(self, question: Question) -> tuple[int, float]:
+        started = time.perf_counter()
+        found = self._client.match(self._namespace, question.hashes)
+        return found.matched_count, time.perf_counter() - started
+
+    def _match_packed(self, question: Question) -> tuple[int, float]:
+        packed = b"".join(question.hashes)
+        started = time.perf_counter()
+        found = self._client.match(self._namespace, packed)
+        return found.matched_count, time.perf_counter() - started
+
+    def _daemon_us(self, questions: Sequence[Question]) -> float:
+        """Past the client, which does not hand the daemon's own figure on."""
+        state = self._namespace.state
+        assert state is not None, "the namespace is open"
+        times = []
+        with grpc.insecure_channel(f"unix:{grpc_socket_path(self._daemon.socket)}") as channel:
+            stub = KVTierStub(channel)
+            for question in questions:
+                request = pb.MatchRequest(
+                    token=state.token,
+                    namespace_id=state.namespace_id,
+                    hashes=b"".join(question.hashes),
+                )
+                times.append(float(stub.Match(request, timeout=5.0).daemon_us))
+        return measure.percentile(times, 50)
+
+    # ------------------------------------------------------------------------------- acquiring
+
+    def _acquire_figures(self) -> dict[str, object]:
+        chains = [self._tree.full_chain(n) for n in range(min(16, self._tree.full_chain_count))]
+        before = self._acquire_seconds()
+        times = []
+        for turn in range(_ACQUIRE_ROUNDS):
+            started = time.perf_counter()
+            lease = self._client.acquire(self._namespace, chains[turn % len(chains)])
+            times.append(1e3 * (time.perf_counter() - started))
+            self._client.release([lease])
+            if lease.leased_count != self._tree.chain_length:
+                raise KVTierError(f"a resident chain was leased to {lease.leased_count} only")
+        seconds = self._acquire_seconds() - before
+        return {
+            "acquire_us_per_block": 1e6 * seconds / (_ACQUIRE_ROUNDS * self._tree.chain_length),
+            "acquire_p50_ms": measure.percentile(times, 50),
+        }
+
+    def _acquire_seconds(self) -> float:
+        counters = self._client.stats().counters
+        return counters['kvtier_call_seconds_sum{method="Acquire"}']
+
+    def _ask_busy(self, peer: Peer, questions: Sequence[Question]) -> tuple[list[float], float]:
+        """(milliseconds of each match, acquires a second of the other process)."""
+        peer.ask(
+            "start",
+            socket=str(self._daemon.socket),
+            salt=self._spec.salt,
+            tokens=self._arguments.tokens,
+            block_tokens=self._arguments.block_tokens,
+            resident=self._arguments.resident,
+            seed=self._arguments.seed,
+        )
+        busy = self._ask(questions, self._match_list)
+        load = peer.ask("stop")["acquires_per_second"]
+        assert isinstance(load, float), "the peer answers a number"
+        return busy, load
+
+
+class _Filler:
+    """Commits runs of blocks from a stock of slots."""
+
+    def __init__(self, client: Client, namespace: Namespace) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._stock: Reservation | None = None
+        self._used = 0
+        # The slots are zeros and stay so.
+        self._checksum = block_checksum(bytes(SLOT_BYTES), SLOT_BYTES)
+        self.committed_count = 0
+
+    def commit_run(self, parent: bytes | None, packed: bytes) -> None:
+        step_bytes = _COMMIT_COUNT * HASH_BYTES
+        first = 0
+        while first < len(packed):
+            stock = self._stocked()
+            left = stock.slots[self._used :]
+            part = packed[first : first + min(step_bytes, len(left) * HASH_BYTES)]
+            slots = left[: len(part) // HASH_BYTES]
+            outcomes = self._client.commit(
+                self._namespace,
+                part,
+                slots,
+                parent=parent,
+                session=stock.session,
+                epoch=stock.epoch,
+                checksums=np.full(len(slots), self._checksum, dtype=np.uint64),
+            )
+            self.committed_count += outcomes.count(CommitOutcome.READY)
+            self._used += len(slots)
+            parent = part[-HASH_BYTES:]
+            first += len(part)
+
+    def finish(self) -> None:
+        """Give back what is left."""
+        if self._stock is not None and self._used < len(self._stock.slots):
+            left = self._stock.slots[self._used :]
+            self._client.abort(self._namespace, left, session=self._stock.session)
+        self._stock = None
+
+    def _stocked(self) -> Reservation:
+        """A stock with at least one slot; slabs are populated and mapped in the background."""
+        if self._stock is not None and self._used < len(self._stock.slots):
+            return self._stock
+        for _ in range(_RESERVE_TRIES):
+            self._stock = self._client.reserve(self._namespace, 4 * _COMMIT_COUNT)
+            self._used = 0
+            if len(self._stock.slots):
+                return self._stock
+            time.sleep(0.025)
+        raise TierFull("the daemon gives no slots: its pool is too small or was not populated")
+
+
+def _budget_bytes(resident_count: int) -> int:
+    """A tenth more than the blocks need, in whole slabs."""
+    needed = resident_count * SLOT_BYTES * 11 // 10 + _COMMIT_COUNT * SLOT_BYTES
+    slab_bytes = _SLAB_BYTES if needed > _SLAB_BYTES else 2 << 20
+    return -(-needed // slab_bytes) * slab_bytes

@@ -1,0 +1,67 @@
+"""A client for a command: connected within a bound, or one line that says what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.client.address import TCP_SCHEME
+from kvtier.client.client import Client
+from kvtier.client.settings import ClientSettings
+from kvtier.client.values import Namespace
+from kvtier.errors import KVTierError, Unavailable
+from kvtier.namespace import NamespaceSpec
+from kvtier.paths import SOCKET_VARIABLE, default_socket_path
+from kvtier.types import Role
+
+CONNECT_SECONDS = 5.0
+# A person waits for these, not an engine.
+TOOL_SETTINGS = ClientSettings(
+    timeout_seconds=5.0, stream_timeout_seconds=120.0, admin_timeout_seconds=30.0
+)
+
+
+def add_socket_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help=f"session socket of the daemon, or tcp://HOST:PORT (default: ${SOCKET_VARIABLE}, "
+        f"else {default_socket_path()})",
+    )
+
+
+@contextmanager
+def connected(
+    socket: Path | str | None,
+    *,
+    role: Role = Role.TOOL,
+    name: str = "kvtier",
+    settings: ClientSettings = TOOL_SETTINGS,
+) -> Iterator[Client]:
+    """Raises Unavailable when no daemon answers on the socket."""
+    path = str(socket or default_socket_path())
+    if not path.startswith(TCP_SCHEME) and not Path(path).exists():
+        raise Unavailable(f"no daemon at {path}: start `kvtier serve`, or name it with --socket")
+    client = Client(path, role=role, name=name, settings=settings)
+    try:
+        if not client.wait_connected(CONNECT_SECONDS):
+            raise Unavailable(
+                f"no answer from the daemon at {path} within {CONNECT_SECONDS:g} s: is "
+                "`kvtier serve` running, and may you open its socket?"
+            )
+        yield client
+    finally:
+        client.close()
+
+
+def open_namespace(
+    client: Client, spec: NamespaceSpec, *, timeout_seconds: float = CONNECT_SECONDS
+) -> Namespace:
+    """Raises the daemon's reason when it refuses the namespace."""
+    namespace = client.open_namespace(spec)
+    if not client.wait_namespace(namespace, timeout_seconds):
+        error: KVTierError | None = namespace.error
+        raise error or Unavailable("the daemon did not open the namespace in time: try again")
+    return namespace

@@ -1,0 +1,104 @@
+"""A daemon of the benchmark's own: private directory, started, removed whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from kvtier.errors import Unavailable
+
+TERMINATE_SECONDS = 10.0
+_LOG_LINES = 5  # Shown when the daemon did not start.
+
+
+@dataclass(frozen=True, slots=True)
+class BenchDaemon:
+    """The daemon a benchmark talks to; `start_seconds` from spawn to its READY line."""
+
+    socket: Path
+    pid: int
+    start_seconds: float
+
+
+@contextlib.contextmanager
+def private_daemon(options: Mapping[str, str]) -> Iterator[BenchDaemon]:
+    """`options` are names of docs/configuration.md. No process and no file is left behind."""
+    with _signals_as_exceptions():
+        # A short path: a socket's may have 107 characters.
+        directory = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
+        process: subprocess.Popen[str] | None = None
+        try:
+            started = time.monotonic()
+            process = _spawn(directory, options)
+            _wait_ready(process, directory)
+            seconds = time.monotonic() - started
+            yield BenchDaemon(directory / "kvtier.sock", process.pid, seconds)
+        finally:
+            if process is not None:
+                end_process(process)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """SIGTERM, and SIGKILL when that was not enough; returns when the process is gone."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def _spawn(directory: Path, options: Mapping[str, str]) -> subprocess.Popen[str]:
+    settings = {
+        "server.socket": str(directory / "kvtier.sock"),
+        "server.state_dir": str(directory / "state"),
+        "server.drain_seconds": "0",
+        "admin.address": "off",
+        **options,
+    }
+    command = [sys.executable, "-m", "kvtier.cli.main", "serve"]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    with (directory / "daemon.log").open("w") as log:
+        # Its own session: ctrl-C goes to us alone, and we end the daemon in order.
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+
+
+def _wait_ready(process: subprocess.Popen[str], directory: Path) -> None:
+    assert process.stdout is not None, "stdout is a pipe"
+    line = process.stdout.readline()
+    if not line.startswith("READY"):
+        log = (directory / "daemon.log").read_text().splitlines()[-_LOG_LINES:]
+        raise Unavailable("the private daemon did not start: " + " | ".join(log))
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack, so that what was started is removed."""
+
+    def unwind(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {one: signal.signal(one, unwind) for one in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

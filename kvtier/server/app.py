@@ -26,6 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.paths import default_socket_path
 from kvtier.server import logs
 from kvtier.server.build import Parts, Plan, build, plan_memory
+from kvtier.server.heap import keep_message_memory
 from kvtier.server.instance import (
     clear_way,
     default_state_dir,
@@ -48,6 +49,7 @@ def serve(config: Config) -> int:
     """Run the daemon until it is told to end; the exit code."""
     if sys.flags.optimize:
         raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
+    keep_message_memory()
     logs.configure(config.log.format, config.log.level)
     plan = _plan(config)
     with locked(plan.state_dir):

@@ -73,9 +73,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Two clients of one process must not share a broken connection.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
-)
-SYNC_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    *CHANNEL_OPTIONS,
-    # Streams are read by the calling thread itself instead of one more thread of gRPC's.
-    ("SingleThreadedUnaryStream", 1),
+    # Not SingleThreadedUnaryStream: it answers an Acquire about 0.4 ms sooner, and loses its
+    # connection's descriptor whenever a stream ends before its last message was read.
 )

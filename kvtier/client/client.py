@@ -86,14 +86,19 @@ class Client(ClientBase):
             skip_count=skip_count,
             timeout_seconds=timeout_seconds,
         )
+        lease: Lease | None = None
         with self._reported(plan):
             stream = plan.session.rpc.answer_stream(plan.call)(
                 plan.request, timeout=plan.timeout_seconds
             )
-            for answer in stream:
-                lease = plan.parse(answer)
-                if lease is not None:
-                    return lease
+            try:
+                for answer in stream:
+                    lease = plan.parse(answer) or lease
+            except grpc.RpcError:
+                if lease is None:
+                    raise
+        if lease is not None:
+            return lease
         self._link.missed(plan.session, plan.call.changes_state)
         raise Unavailable("the daemon ended an acquire without an answer")
 

@@ -8,14 +8,14 @@ from typing import cast
 
 import grpc
 
-from kvtier.client.calls import SYNC_CHANNEL_OPTIONS, A, Call, Q
+from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
 
 
 class Rpc:
     """A channel and its calls, made once each. A new session makes a new one."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=list(SYNC_CHANNEL_OPTIONS))
+        self._channel = grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS))
         self._made: dict[str, object] = {}
 
     def unary(self, call: Call[Q, A]) -> grpc.UnaryUnaryMultiCallable[Q, A]:

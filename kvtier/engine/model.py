@@ -78,10 +78,10 @@ class LlamaModel:
         rope = (self._cosines[plan.positions, None], self._sines[plan.positions, None])
         for index, layer in enumerate(weights.layers):
             normed = _norm(hidden, layer.attention_norm, config)
-            hidden = hidden + self._attend(normed, layer, kv_cache[:, index], plan, rope)
+            hidden += self._attend(normed, layer, kv_cache[:, index], plan, rope)
             normed = _norm(hidden, layer.ffn_norm, config)
             gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + functional.linear(functional.silu(gate).mul_(up), layer.down)
+            hidden += functional.linear(functional.silu(gate).mul_(up), layer.down)
         last = _norm(hidden[logit_rows], weights.final_norm, config)
         return functional.linear(last, weights.output).float()
 
@@ -138,7 +138,11 @@ def _norm(hidden: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate [tokens, heads, head_size]: element i with element i + head_size / 2."""
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    rotated = torch.empty_like(heads)
+    out_first, out_second = rotated.chunk(2, dim=-1)
+    torch.mul(first, cosines, out=out_first).addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=out_second).addcmul_(first, sines)
+    return rotated
 
 
 def _rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

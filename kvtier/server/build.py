@@ -23,6 +23,7 @@ from kvtier.policy.lru import LruPolicy
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
 from kvtier.server.admin import AdminServer
+from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
 from kvtier.server.core_loop import CoreLoop, Effects
 from kvtier.server.epochs import EpochStore
@@ -109,75 +110,57 @@ class _Builder:
     def __init__(self, config: Config, plan: Plan) -> None:
         self.config = config
         self.plan = plan
-        self.clock: Clock = SystemClock()
-        self.metrics = Metrics()
-        self.core = CoreLoop(_manager(config, plan), clock=self.clock, metrics=self.metrics)
+        self.base = _base(config, plan)
+        self.core = self.base.core
         self.tokens = Tokens()
         self.pool = DramPool(plan.generation)
-        self.namespaces = Namespaces(
-            self.core,
-            EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32)),
-            slab_bytes=plan.slab_bytes,
-            slab_count_max=plan.slab_count_max,
-            count_max=config.server.namespaces_max,
-        )
         self.sessions = Sessions(
             self.core,
             self.tokens,
             PidfdWatch(asyncio.get_running_loop()),
-            self.clock,
+            self.base.clock,
             sessions_max=config.server.sessions_max,
         )
         self.slabs = SlabKeeper(
+            self.base,
             self.pool,
-            self.core,
-            self.namespaces,
             self.sessions,
-            self.clock,
             slab_bytes=plan.slab_bytes,
             slab_count_max=plan.slab_count_max,
             populate_threads=config.dram.populate_threads,
         )
-        self.mover = Mover(self.pool, self.core, self.metrics)
+        self.mover = Mover(self.pool, self.core, self.base.metrics)
         self.watch = WatchHub(
             watchers_max=config.server.watchers_max,
             events_max=config.server.watch_events_max,
-            metrics=self.metrics,
+            metrics=self.base.metrics,
         )
         self.reporter = Reporter(
-            self.core,
-            self.namespaces,
+            self.base,
             self.sessions,
             self.slabs,
-            self.clock,
-            self.metrics,
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
-        self.calls = Calls(
-            self.core, self.tokens, self.clock, self.metrics, calls_max=config.grpc.calls_max
-        )
+        self.calls = Calls(self.base, self.tokens, calls_max=config.grpc.calls_max)
         self.data = DataCalls(
-            self.core,
-            self.namespaces,
+            self.base,
             self.mover,
             self.watch,
-            self.clock,
-            self.metrics,
             puts_max=config.server.puts_max,
             lease_seconds_max=config.lease.seconds_max,
         )
 
     def build(self) -> Parts:
         self.reporter.set_limits(self._limits())
-        self.metrics.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
+        self.base.metrics.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
         server, tcp_address = self._server()
         session_socket = self._session_socket()
         session_socket.listen(self.plan.socket)
         address = self.config.admin.address
         admin = None
         if address != "off":
-            admin = AdminServer(address, self.core, self.reporter, self.clock)
+            admin = AdminServer(address, self.core, self.reporter, self.base.clock)
         return Parts(
             plan=self.plan,
             core=self.core,
@@ -223,26 +206,19 @@ class _Builder:
             lease_seconds_max=lease.seconds_max,
             lease_margin_seconds=lease.margin_seconds,
         )
-        return SessionSocket(
-            facts, self.core, self.sessions, self.namespaces, self.clock, self.metrics
-        )
+        return SessionSocket(facts, self.base, self.sessions)
 
     def _server(self) -> tuple[grpc.aio.Server, str]:
         handlers = Handlers()
         EngineCalls(
-            self.core,
-            self.namespaces,
+            self.base,
             self.sessions,
             self.watch,
-            self.clock,
-            self.metrics,
             generation=self.plan.generation,
             tenant=self.config.server.tenant,
         ).add_to(handlers)
         self.data.add_to(handlers)
-        AdminCalls(self.core, self.namespaces, self.reporter, self.clock, self._check_shell).add_to(
-            handlers
-        )
+        AdminCalls(self.base, self.reporter, self._check_shell).add_to(handlers)
         server = grpc.aio.server(
             handlers=[self.calls.service(handlers)],
             options=[
@@ -270,7 +246,7 @@ class _Builder:
         stats = self.core.stats
         return [
             Limit("sessions", server.sessions_max, lambda: self.sessions.used_count),
-            Limit("namespaces", server.namespaces_max, lambda: len(self.namespaces)),
+            Limit("namespaces", server.namespaces_max, lambda: len(self.base.namespaces)),
             Limit("watchers", server.watchers_max, lambda: len(self.watch)),
             Limit("puts", server.puts_max, lambda: self.data.active_count),
             Limit("calls", self.config.grpc.calls_max, lambda: self.calls.active_count),
@@ -281,6 +257,20 @@ class _Builder:
             ),
             Limit("file_descriptors", raise_open_files(0), open_fd_count),
         ]
+
+
+def _base(config: Config, plan: Plan) -> Base:
+    clock: Clock = SystemClock()
+    metrics = Metrics()
+    core = CoreLoop(_manager(config, plan), clock=clock, metrics=metrics)
+    namespaces = Namespaces(
+        core,
+        EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32)),
+        slab_bytes=plan.slab_bytes,
+        slab_count_max=plan.slab_count_max,
+        count_max=config.server.namespaces_max,
+    )
+    return Base(core, namespaces, clock, metrics)
 
 
 def _manager(config: Config, plan: Plan) -> BlockManager:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.clock import Clock
 from kvtier.errors import BadRequest, KVTierError, LimitExceeded
-from kvtier.metrics import OUTCOMES, Metrics
-from kvtier.server.core_loop import CoreLoop
+from kvtier.metrics import OUTCOMES
+from kvtier.server.base import Base
 from kvtier.server.security import ACCESS, Access, Caller, Tokens
 from kvtier.server.wire import status_of
 from kvtier.v1 import kvtier_pb2 as pb
@@ -51,13 +50,11 @@ class Handlers:
 class Calls:
     """Wraps handlers; counts calls under way."""
 
-    def __init__(
-        self, core: CoreLoop, tokens: Tokens, clock: Clock, metrics: Metrics, *, calls_max: int
-    ) -> None:
-        self._core = core
+    def __init__(self, base: Base, tokens: Tokens, *, calls_max: int) -> None:
+        self._core = base.core
         self._tokens = tokens
-        self._clock = clock
-        self._metrics = metrics
+        self._clock = base.clock
+        self._metrics = base.metrics
         self.calls_max = calls_max
         self.active_count = 0
 

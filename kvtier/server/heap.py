@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 
 # From malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
+_M_TRIM = -1
+_M_MMAP = -3
 
 MMAP_BYTES = 32 << 20  # The largest glibc allows. Messages are at most 4 MiB.
 TRIM_BYTES = 64 << 20  # Free memory at the heap's top that may stay ours.
@@ -21,5 +21,5 @@ def keep_message_memory() -> None:
     """Does nothing where the C library has no mallopt (musl)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)
+        mallopt(_M_MMAP, MMAP_BYTES)
+        mallopt(_M_TRIM, TRIM_BYTES)

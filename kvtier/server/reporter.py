@@ -6,11 +6,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.clock import Clock
 from kvtier.core.stats import ManagerStats, NamespaceCounts
-from kvtier.metrics import LIMITS, SESSION_STATES, Metrics
-from kvtier.server.core_loop import CoreLoop
-from kvtier.server.namespaces import Namespaces
+from kvtier.metrics import LIMITS, SESSION_STATES
+from kvtier.server.base import Base
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.types import PROTOCOL_VERSION, TierName
@@ -34,25 +32,22 @@ class Reporter:
 
     def __init__(
         self,
-        core: CoreLoop,
-        namespaces: Namespaces,
+        base: Base,
         sessions: Sessions,
         slabs: SlabKeeper,
-        clock: Clock,
-        metrics: Metrics,
         *,
         generation: int,
         page_kind: str,
     ) -> None:
-        self._core = core
-        self._namespaces = namespaces
+        self._core = base.core
+        self._namespaces = base.namespaces
         self._sessions = sessions
         self._slabs = slabs
-        self._clock = clock
-        self._metrics = metrics
+        self._clock = base.clock
+        self._metrics = base.metrics
         self._generation = generation
         self._page_kind = page_kind
-        self._started_at = clock.now()
+        self._started_at = base.clock.now()
         self._limits: list[Limit] = []
 
     def set_limits(self, limits: list[Limit]) -> None:

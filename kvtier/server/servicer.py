@@ -7,15 +7,13 @@ from typing import cast
 
 import numpy as np
 
-from kvtier.clock import Clock
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest, KVTierError
-from kvtier.metrics import Metrics
+from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
-from kvtier.server.core_loop import CoreLoop
-from kvtier.server.namespaces import Namespaces, OpenedNamespace
+from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.security import Caller
 from kvtier.server.sessions import Sessions
 from kvtier.server.watch import TokenIds, WatchHub
@@ -47,22 +45,19 @@ class EngineCalls:
 
     def __init__(
         self,
-        core: CoreLoop,
-        namespaces: Namespaces,
+        base: Base,
         sessions: Sessions,
         watch: WatchHub,
-        clock: Clock,
-        metrics: Metrics,
         *,
         generation: int,
         tenant: str,
     ) -> None:
-        self._core = core
-        self._namespaces = namespaces
+        self._core = base.core
+        self._namespaces = base.namespaces
         self._sessions = sessions
         self._watch = watch
-        self._clock = clock
-        self._metrics = metrics
+        self._clock = base.clock
+        self._metrics = base.metrics
         self._generation = generation
         self._tenant = tenant
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from kvtier.clock import Clock
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest
+from kvtier.server.base import Base
 from kvtier.server.calls import Handlers
 from kvtier.server.core_loop import CoreLoop
-from kvtier.server.namespaces import Namespaces, OpenedNamespace
+from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.reporter import Reporter
 from kvtier.server.security import Caller
 from kvtier.server.wire import check_packed
@@ -28,16 +28,14 @@ class AdminCalls:
 
     def __init__(
         self,
-        core: CoreLoop,
-        namespaces: Namespaces,
+        base: Base,
         reporter: Reporter,
-        clock: Clock,
         check_pool: Callable[[], list[str]],
     ) -> None:
-        self._core = core
-        self._namespaces = namespaces
+        self._core = base.core
+        self._namespaces = base.namespaces
         self._reporter = reporter
-        self._clock = clock
+        self._clock = base.clock
         self._check_pool = check_pool
 
     def add_to(self, handlers: Handlers) -> None:

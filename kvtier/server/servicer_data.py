@@ -13,17 +13,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.clock import Clock
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest, LimitExceeded, Unavailable
 from kvtier.io.copy import PIECE_BYTES_MAX
-from kvtier.metrics import Metrics
+from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
-from kvtier.server.core_loop import CoreLoop
 from kvtier.server.mover import Mover
-from kvtier.server.namespaces import Namespaces, OpenedNamespace
+from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.security import Caller
 from kvtier.server.watch import WatchHub
 from kvtier.server.wire import check_packed
@@ -62,22 +60,19 @@ class DataCalls:
 
     def __init__(
         self,
-        core: CoreLoop,
-        namespaces: Namespaces,
+        base: Base,
         mover: Mover,
         watch: WatchHub,
-        clock: Clock,
-        metrics: Metrics,
         *,
         puts_max: int,
         lease_seconds_max: float,
     ) -> None:
-        self._core = core
-        self._namespaces = namespaces
+        self._core = base.core
+        self._namespaces = base.namespaces
         self._mover = mover
         self._watch = watch
-        self._clock = clock
-        self._metrics = metrics
+        self._clock = base.clock
+        self._metrics = base.metrics
         self.puts_max = puts_max
         self.active_count = 0
         self._lease_seconds_max = lease_seconds_max

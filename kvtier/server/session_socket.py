@@ -16,14 +16,12 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from kvtier.clock import Clock
 from kvtier.core.events import NamespaceJoined, SessionQuiet, SlabMapped, SlabUnmapped
 from kvtier.errors import BadFrame, KVTierError, LimitExceeded
-from kvtier.metrics import FRAME_ERRORS, Metrics
-from kvtier.server.core_loop import CoreLoop
+from kvtier.metrics import FRAME_ERRORS
+from kvtier.server.base import Base
 from kvtier.server.handshake import Greeting, check_hello
 from kvtier.server.link import FRAME_BYTES_MAX, Link, Packet
-from kvtier.server.namespaces import Namespaces
 from kvtier.server.peers import is_pidfd, peer_pidfd
 from kvtier.server.sessions import SessionRecord, Sessions
 from kvtier.server.wire import spec_from
@@ -56,18 +54,15 @@ class SessionSocket:
     def __init__(
         self,
         facts: SocketFacts,
-        core: CoreLoop,
+        base: Base,
         sessions: Sessions,
-        namespaces: Namespaces,
-        clock: Clock,
-        metrics: Metrics,
     ) -> None:
         self._facts = facts
-        self._core = core
+        self._core = base.core
         self._sessions = sessions
-        self._namespaces = namespaces
-        self._clock = clock
-        self._metrics = metrics
+        self._namespaces = base.namespaces
+        self._clock = base.clock
+        self._metrics = base.metrics
         self._listener: socket.socket | None = None
         self._greeting_count = 0
         self._handlers: dict[str, Callable[[SessionRecord, pb.ClientFrame], None]] = {

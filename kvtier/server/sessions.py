@@ -164,8 +164,8 @@ class Sessions:
         """The connection is over without Bye; changes nothing for a session that ended already."""
         if not record.is_live:
             return
-        if record.pidfd is None:
-            self.ended(record)  # By value only: it holds nothing that anybody could write to.
+        if record.pidfd is None or record.role is Role.TOOL:
+            self.ended(record)  # It holds nothing that anybody could write to.
             return
         self._close(record)
         self._core.post(SessionLost(record.id))

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvtier.clock import Clock
 from kvtier.core.events import SlabPopulated
 from kvtier.core.instructions import (
     BindSlabs,
@@ -26,8 +25,7 @@ from kvtier.pools.dram import DramPool
 from kvtier.pools.pool import SlabBinding
 from kvtier.pools.slabs import Slab
 from kvtier.pools.stock import Outcome, PopulateRefused, SlabStock
-from kvtier.server.core_loop import CoreLoop
-from kvtier.server.namespaces import Namespaces
+from kvtier.server.base import Base
 from kvtier.server.sessions import Sessions
 from kvtier.types import SlabId
 from kvtier.v1 import kvtier_pb2 as pb
@@ -43,19 +41,17 @@ class SlabKeeper:
 
     def __init__(
         self,
+        base: Base,
         pool: DramPool,
-        core: CoreLoop,
-        namespaces: Namespaces,
         sessions: Sessions,
-        clock: Clock,
         *,
         slab_bytes: int,
         slab_count_max: int,
         populate_threads: int,
     ) -> None:
         self._pool = pool
-        self._core = core
-        self._namespaces = namespaces
+        self._core = base.core
+        self._namespaces = base.namespaces
         self._sessions = sessions
         self._bindings: dict[SlabId, BindSlabs] = {}
         self._slab_bytes = slab_bytes
@@ -69,7 +65,7 @@ class SlabKeeper:
             slab_bytes=slab_bytes,
             slab_count_max=slab_count_max,
             on_outcome=self._from_thread,
-            clock=clock,
+            clock=base.clock,
             parallel=populate_threads,
         )
 

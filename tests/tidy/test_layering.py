@@ -58,7 +58,10 @@ LAYERS: dict[str, Layer] = {
     "io": Layer(SHARED, ENGINES),
     "pools": Layer((*SHARED, "io", "clock"), ENGINES),
     "server": Layer(
-        (*SHARED, "policy", "core", "io", "pools", "config", "metrics", "clock", "paths", "v1"),
+        (
+            *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
+            *("clock", "paths", "v1"),
+        ),
         ENGINES,
     ),
     "client": Layer((*SHARED, "clock", "paths", "v1"), ENGINES),

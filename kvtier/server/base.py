@@ -1,0 +1,18 @@
+"""What almost every part of the shell needs, handed over together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.clock import Clock
+from kvtier.metrics import Metrics
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.namespaces import Namespaces
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    core: CoreLoop
+    namespaces: Namespaces
+    clock: Clock
+    metrics: Metrics

@@ -168,7 +168,7 @@ class CoreLoop:
 
     async def _tick_forever(self) -> None:
         """Until the daemon ends."""
-        while True:
+        while self._failure is None:
             self.post(Tick())
             self.ticked_at = self._clock.now()
             await self._wait_tick(self.ticked_at + TICK_SECONDS_MIN)

@@ -1,0 +1,40 @@
+"""Metrics add up and say the same in both forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.metrics import LIMITS, METHODS, Metrics
+from kvtier.server.security import ACCESS
+from kvtier.types import TierName
+
+
+def test_hits_and_misses_add_up_to_blocks_asked_for() -> None:
+    metrics = Metrics()
+    metrics.note_blocks("match", 10, [(TierName.DRAM, 6), (TierName.NVME, 1)])
+    metrics.note_blocks("match", 5, [])
+    found = metrics.samples()
+    assert found['kvtier_asked_blocks_total{call="match"}'] == 15
+    assert found['kvtier_hit_blocks_total{call="match",tier="dram"}'] == 6
+    assert found['kvtier_hit_blocks_total{call="match",tier="nvme"}'] == 1
+    assert found['kvtier_miss_blocks_total{call="match"}'] == 8
+
+
+def test_more_hits_than_blocks_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError):
+        Metrics().note_blocks("get", 1, [(TierName.DRAM, 2)])
+
+
+def test_text_and_samples_say_the_same() -> None:
+    metrics = Metrics()
+    metrics.note_call("Match", "ok", 0.001)
+    lines = metrics.text().decode().splitlines()
+    told = {line.rpartition(" ")[0] for line in lines if line and line[0] != "#"}
+    assert told == set(metrics.samples())
+
+
+def test_every_method_and_every_limit_is_declared() -> None:
+    assert set(METHODS) == set(ACCESS)
+    names = [one.name for one in Metrics().declared]
+    assert len(names) == len(set(names))
+    assert len(LIMITS) == len(set(LIMITS))

@@ -72,3 +72,18 @@ def test_watchers_are_limited_and_leave_nothing_behind() -> None:
         assert hub.is_watched(ONE)
     assert not hub.is_watched(ONE)
     assert len(hub) == 0
+
+
+def test_loss_stands_where_the_lost_events_would_have_stood() -> None:
+    async def body() -> None:
+        hub = hub_of()
+        with hub.watching(ONE) as watcher:
+            for number in (1, 2, 3):
+                hub.on_stored(stored(number))
+            await watcher.next_event()
+            hub.on_stored(stored(4))
+            found = [await watcher.next_event() for _ in range(3)]
+            assert [one.WhichOneof("event") for one in found] == ["stored", "lost", "stored"]
+            assert [one.sequence for one in found] == [2, 3, 4]
+
+    asyncio.run(body())

@@ -4,7 +4,8 @@ A *session* is one connection of one process under its engine's id. When a sessi
 reserved may still be written to: by its own process (if that is not proven dead) and by the
 engine's other processes, which were told to copy. So its slots go into quarantine until every
 process of the engine that maps slots is *quiet* about that session (it says that its copies are
-drained and that it refuses later ones) or proven dead, plus a grace time for DMA under way.
+drained and that it refuses later ones) or proven dead, plus a grace time for DMA under way. A
+process that was not connected when it should have been asked is asked when it is.
 
 Invariant: a quarantine waits only for processes that are LIVE or LOST.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvtier.errors import Unauthenticated
+from kvtier.errors import Forbidden, Unauthenticated
 from kvtier.types import EngineId, NamespaceId, Role, SessionId
 
 DAEMON_SESSION = SessionId(0)
@@ -63,6 +64,7 @@ class Quarantine:
     engine: EngineId
     waiting: dict[SessionId, Process]  # By the process's first session.
     ready_at: float
+    asked: dict[SessionId, SessionId] = field(default_factory=dict)  # Process -> session it had.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,20 @@ class EngineTable:
         if found is None or not found.live:
             raise Unauthenticated(f"session {session} has ended: connect again")
         return found
+
+    def require_slots(self, session: SessionId, namespace: NamespaceId) -> Session:
+        """A live session that may use slots of the namespace."""
+        found = self.require_live(session)
+        if found.by_value or found.role is Role.TOOL:
+            raise Forbidden("this session maps no slots: use Put and Get")
+        if namespace not in found.namespaces:
+            raise Forbidden(f"this session has not opened namespace {namespace}: open it first")
+        return found
+
+    def sessions_of_process(self, session: SessionId) -> list[SessionId]:
+        """All sessions, ended ones too, of the process behind `session`."""
+        process = self._sessions[session].process
+        return [one.session for one in self._sessions.values() if one.process is process]
 
     def sessions(self) -> list[Session]:
         return list(self._sessions.values())
@@ -134,12 +150,19 @@ class EngineTable:
         if old is not None and old.engine == engine and old.process.state in _REVIVABLE:
             process = old.process
             process.state = ProcessState.LIVE
+            begins_to_map = maps_slots and not process.maps_slots
             process.maps_slots = process.maps_slots or maps_slots
         else:
             process = Process(session, engine, maps_slots)
             self._processes.setdefault(engine, {})[session] = process
+            begins_to_map = maps_slots
         process.current = session
         self._sessions[session] = Session(session, engine, role, shards, by_value, process)
+        if begins_to_map:
+            # A scheduler that does not know yet that its session ended may instruct it too.
+            for one in self._quarantines.values():
+                if one.engine == engine:
+                    one.waiting[process.first_session] = process
 
     def end_session(self, session: SessionId, now: float) -> list[QuietAsked]:
         """The session is over, its process may live on: its slots go into quarantine."""
@@ -155,11 +178,7 @@ class EngineTable:
         processes = self._processes[found.engine]
         waiting = {first: one for first, one in processes.items() if one.may_touch_slots}
         self._quarantines[session] = Quarantine(session, found.engine, waiting, now)
-        return [
-            QuietAsked(one.current, session)
-            for one in waiting.values()
-            if one.current is not None and one is not process
-        ]
+        return self.ask_again()
 
     def end_process(self, session: SessionId, now: float, *, dead: bool) -> list[QuietAsked]:
         """The process behind `session` is proven dead, or (not `dead`) has said goodbye."""
@@ -179,11 +198,29 @@ class EngineTable:
                     one.ready_at = max(one.ready_at, now + self._grace_seconds)
         return asked
 
+    def ask_again(self) -> list[QuietAsked]:
+        """Whom to ask to be quiet who was not asked yet under its present session.
+
+        The process of an ended session is asked too: it may not know of a session whose opening it
+        never heard the answer to.
+        """
+        found: list[QuietAsked] = []
+        for quarantine in self._quarantines.values():
+            for first, process in quarantine.waiting.items():
+                current = process.current
+                if current is not None and quarantine.asked.get(first) != current:
+                    quarantine.asked[first] = current
+                    found.append(QuietAsked(current, quarantine.about))
+        return found
+
     def declare_quiet(self, session: SessionId, about: SessionId) -> None:
         """The process of `session` touches no slot under `about` any more."""
         found = self._sessions.get(session)
         quarantine = self._quarantines.get(about)
-        if found is not None and quarantine is not None and found.engine == quarantine.engine:
+        # A lost process is waited for whatever it said: it may be told to copy again.
+        if found is None or not found.live or quarantine is None:
+            return
+        if found.engine == quarantine.engine:
             quarantine.waiting.pop(found.process.first_session, None)
 
     def take_finished(self, now: float) -> list[SessionId]:

@@ -24,7 +24,7 @@ class Lease:
     session: SessionId
     engine: EngineId | None
     namespace: NamespaceId
-    epoch: int
+    void_count: int  # The namespace's when the lease began (Residency.void_count).
     deadline: float
     places: list[Places] = field(default_factory=list)  # One array a slice of Acquire.
 
@@ -51,11 +51,11 @@ class LeaseTable:
         session: SessionId,
         engine: EngineId | None,
         namespace: NamespaceId,
-        epoch: int,
+        void_count: int,
         deadline: float,
     ) -> Lease:
         """A lease on nothing yet; Acquire adds places slice by slice."""
-        lease = Lease(LeaseId(self._next_id), session, engine, namespace, epoch, deadline)
+        lease = Lease(LeaseId(self._next_id), session, engine, namespace, void_count, deadline)
         self._next_id += 1
         self._leases[lease.lease] = lease
         self._by_session.setdefault(session, {})[lease.lease] = None

@@ -16,37 +16,32 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.audit import find_violations, gather_stats
-from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
+from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
 from kvtier.core.leases import Lease, LeaseTable
 from kvtier.core.replica import ReplicaState
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.residency import CommittedSlice, NamespaceFacts, Residency
 from kvtier.core.settings import ManagerConfig
-from kvtier.core.shares import EVICT_SLICE_BLOCKS, Shares
+from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import (
     BadRequest,
     Draining,
-    Forbidden,
     LimitExceeded,
     NotReserved,
     UnknownNamespace,
 )
 from kvtier.policy.eviction import EvictionPolicy
 from kvtier.types import (
+    BlockHash,
     Cut,
     LeaseId,
     NamespaceId,
     PackedHashes,
     PrefixMatch,
-    Role,
     SessionId,
     TierName,
 )
-
-# Blocks handled between two turns of the event loop. At 2 to 3 µs a block this is 2 to 3 ms, so
-# that nobody waits longer than 5 ms behind one long chain.
-SLICE_BLOCKS = 1024
 
 
 class BlockManager:
@@ -179,7 +174,10 @@ class BlockManager:
     def _on_session_quiet(self, event: ev.SessionQuiet, now: float) -> list[ins.Instruction]:
         self._engines.declare_quiet(event.session, event.about)
         self._finish_quarantines(now)
-        return [ins.AcknowledgeQuiet(event.session, event.about)]
+        return [
+            ins.AcknowledgeQuiet(event.session, event.about),
+            *self._shares.drop_idle_sets(),
+        ]
 
     def _end_session(self, session: SessionId, now: float) -> list[ins.Instruction]:
         asked = self._engines.end_session(session, now)
@@ -192,10 +190,10 @@ class BlockManager:
         if found is None:
             return []
         engine = found.engine
+        mine = self._engines.sessions_of_process(session)
         asked = self._engines.end_process(session, now, dead=dead)
-        for one in self._engines.sessions():
-            if one.process is found.process:
-                self._ledger.unmap_session(one.session)
+        for one in mine:
+            self._ledger.unmap_session(one)
         self._shares.forget_mappings()
         if self._engines.is_engine_gone(engine):
             for lease in self._leases.end_engine(engine):
@@ -209,6 +207,7 @@ class BlockManager:
                 tier = residency.tier
                 if session in tier.reserved_by:
                     tier.abort(tier.places_reserved_by(session))
+            self._ledger.unmap_session(session)  # Its process is quiet about it, or dead.
             self._engines.forget(session)
 
     # ---------------------------------------------------------------------------------- leases
@@ -221,7 +220,7 @@ class BlockManager:
             raise BadRequest(f"reserve {event.count} slots: ask for at least one")
         engine = None
         if event.session != DAEMON_SESSION:
-            engine = self._may_use_slots(event.session, event.namespace).engine
+            engine = self._engines.require_slots(event.session, event.namespace).engine
         self._shares.note_use(event.namespace, now)
         return self._shares.reserve(event, residency, engine, now)
 
@@ -233,12 +232,13 @@ class BlockManager:
                 return [refusal]
         else:
             lease = self._leases.get(event.lease)
-            if lease is None or lease.epoch != residency.epoch:
-                # It expired, its engine died, or the namespace was cleared between two slices.
+            if lease is None or lease.void_count != residency.void_count:
+                # It expired, its engine died, or blocks were voided between two slices: those
+                # that it holds already may be among them. What is in doubt is a miss.
                 self._end_lease(event.lease)
                 return [self._no_lease(residency, event, Cut.MISS)]
         start = event.done_count
-        part = event.hashes[start : start + SLICE_BLOCKS]
+        part = event.hashes[start : start + self._config.slice_blocks]
         sliced = residency.lease(
             part,
             after=event.hashes[start - 1] if start else None,
@@ -258,7 +258,7 @@ class BlockManager:
     ) -> tuple[ins.LeaseGranted, Lease | None]:
         engine = None
         if event.session != DAEMON_SESSION:
-            session = self._may_use_slots(event.session, event.namespace)
+            session = self._engines.require_slots(event.session, event.namespace)
             engine = session.engine
             if self._leases.count_of(event.session) >= self._config.leases_per_session_max:
                 raise LimitExceeded(
@@ -276,7 +276,7 @@ class BlockManager:
             session=event.session,
             engine=engine,
             namespace=event.namespace,
-            epoch=residency.epoch,
+            void_count=residency.void_count,
             deadline=event.deadline,
         )
         return self._no_lease(residency, event, Cut.MISS), lease
@@ -330,45 +330,45 @@ class BlockManager:
         residency = self._residency(event.namespace)
         if len(event.hashes) != len(event.slots):
             raise BadRequest(f"{len(event.hashes)} hashes for {len(event.slots)} slots")
-        if event.done_count == 0:
-            self._require_reserved(event.session, residency, event.slots)
-            self._shares.note_use(event.namespace, now)
-        start, stop = event.done_count, event.done_count + SLICE_BLOCKS
-        part = event.hashes[start:stop]
-        places = residency.tier.allocator.places_of(event.slots[start:stop])
+        start, stop = event.done_count, event.done_count + self._config.slice_blocks
+        # In each slice again: since the last one the session may have ended or aborted its slots.
+        self._require_reserved(event.session, residency, event.slots[start:])
+        self._shares.note_use(event.namespace, now)
         done = residency.commit(
-            part,
-            places,
+            event.hashes[start:stop],
+            residency.tier.allocator.places_of(event.slots[start:stop]),
             parent=event.hashes[start - 1] if start else event.parent,
             void=event.epoch != residency.epoch,
             now=now,
         )
         outcomes = event.outcomes + done.outcomes
-        found: list[ins.Instruction] = []
-        if len(done.ready):
-            slots = residency.tier.slots_of(done.ready)
-            found = [
-                ins.WriteReady(
-                    event.namespace,
-                    slots,
-                    done.hashes,
-                    done.parents,
-                    residency.epoch,
-                    self._sequence,
-                ),
-                ins.BlocksStored(event.namespace, TierName.DRAM, done.hashes, done.parents[0]),
-            ]
-            self._sequence += len(slots)
-            if event.checksums is None:
-                residency.tier.pin_for_transfer(done.ready)
-                found.append(ins.ComputeChecksums(event.namespace, slots))
-            else:
-                chosen = event.checksums[start:stop][done.ready_positions]
-                found.append(ins.WriteChecksums(event.namespace, slots, chosen))
+        found = self._publish(event, residency, done) if len(done.ready) else []
         if stop < len(event.hashes):
             found.append(ins.Continue(replace(event, done_count=stop, outcomes=outcomes)))
         else:
             found.append(ins.Committed(outcomes, residency.epoch))
+        return found
+
+    def _publish(
+        self, event: ev.Commit, residency: Residency, done: CommittedSlice
+    ) -> list[ins.Instruction]:
+        """What the shell must know of blocks that became READY."""
+        namespace, sequence = event.namespace, self._sequence
+        slots = residency.tier.slots_of(done.ready)
+        self._sequence += len(slots)
+        found: list[ins.Instruction] = [
+            ins.WriteReady(namespace, slots, done.hashes, done.parents, residency.epoch, sequence)
+        ]
+        found.extend(
+            ins.BlocksStored(namespace, TierName.DRAM, hashes, parent)
+            for hashes, parent in done.runs()
+        )
+        if event.checksums is None:
+            residency.tier.pin_for_transfer(done.ready)
+            found.append(ins.ComputeChecksums(namespace, slots))
+        else:
+            part = event.checksums[event.done_count :]
+            found.append(ins.WriteChecksums(namespace, slots, part[done.ready_positions]))
         return found
 
     def _on_abort(self, event: ev.Abort, now: float) -> list[ins.Instruction]:
@@ -396,13 +396,11 @@ class BlockManager:
     def _on_evict(self, event: ev.Evict, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         resident_count = residency.index.match(event.hashes)
-        start = max(0, resident_count - EVICT_SLICE_BLOCKS)
+        start = max(0, resident_count - self._config.evict_slice_blocks)
         part = event.hashes[start:resident_count]
         evicted = residency.evict_prefix(part)
         evicted_count = event.evicted_count + len(evicted)
-        found: list[ins.Instruction] = []
-        if evicted:
-            found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, evicted))
+        found = _removed(event.namespace, evicted)
         if part and len(evicted) == len(part) and start:
             rest = replace(event, hashes=event.hashes[:start], evicted_count=evicted_count)
             return [*found, ins.Continue(rest)]
@@ -430,28 +428,34 @@ class BlockManager:
         residency = self._residency(event.namespace)
         places = residency.tier.allocator.places_of(event.slots)
         hashes = residency.void_places(places)
-        found: list[ins.Instruction] = [ins.WriteGone(event.namespace, event.slots)]
-        if hashes:
-            found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
-        return [*found, ins.Continue(ev.SweepVoid())]
+        return [
+            ins.WriteGone(event.namespace, event.slots),
+            *_removed(event.namespace, hashes),
+            ins.Continue(ev.SweepVoid()),
+        ]
 
     def _on_sweep_void(self, event: ev.SweepVoid, now: float) -> list[ins.Instruction]:
-        found: list[ins.Instruction] = []
+        found = self._shares.empty_withdrawn()
+        if found is not None:
+            return [*found, ins.Continue(event)]
         for residency in self._namespaces.values():
             if residency.sweep_pending:
-                hashes = residency.sweep(SLICE_BLOCKS)
-                if hashes:
-                    found.append(
-                        ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes)
-                    )
-                return [*found, ins.Continue(event)]
-        return [*found, *self._shares.drop_idle_sets()]
+                hashes = residency.sweep(self._config.slice_blocks)
+                return [
+                    *_removed(residency.facts.namespace, hashes),
+                    ins.Continue(event),
+                ]
+        return self._shares.drop_idle_sets()
 
     def _on_tick(self, event: ev.Tick, now: float) -> list[ins.Instruction]:
         for lease in self._leases.expire(now=now):
             self._unpin(lease)
         self._finish_quarantines(now)
-        return [*self._shares.keep_watermarks(), *self._shares.drop_idle_sets()]
+        return [
+            *_quiet_requests(self._engines.ask_again()),
+            *self._shares.keep_watermarks(),
+            *self._shares.drop_idle_sets(),
+        ]
 
     def _on_drain_started(self, event: ev.DrainStarted, now: float) -> list[ins.Instruction]:
         self._draining = True
@@ -469,17 +473,13 @@ class BlockManager:
             raise UnknownNamespace(f"namespace {namespace} is not open: open it again")
         return found
 
-    def _may_use_slots(self, session: SessionId, namespace: NamespaceId) -> Session:
-        found = self._engines.require_live(session)
-        if found.by_value or found.role is Role.TOOL:
-            raise Forbidden("this session maps no slots: use Put and Get")
-        if namespace not in found.namespaces:
-            raise Forbidden(f"this session has not opened namespace {namespace}: open it first")
-        return found
-
 
 def _quiet_requests(asked: list[QuietAsked]) -> list[ins.Instruction]:
     return [ins.RequestQuiet(one.session, one.about) for one in asked]
 
 
 __all__ = ["BlockManager", "ManagerConfig"]
+
+
+def _removed(namespace: NamespaceId, hashes: list[BlockHash]) -> list[ins.Instruction]:
+    return [ins.BlocksRemoved(namespace, TierName.DRAM, hashes)] if hashes else []

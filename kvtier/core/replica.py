@@ -77,6 +77,16 @@ def move(states: npt.NDArray[np.uint8], places: Places, event: ReplicaEvent) -> 
     states[places] = after
 
 
+def move_all(
+    states: npt.NDArray[np.uint8], mask: npt.NDArray[np.bool_], event: ReplicaEvent
+) -> None:
+    """`move` for most places at once: where `mask` is set."""
+    after = _MATRIX[states[mask], event]
+    if (after == _ILLEGAL).any():
+        raise IllegalTransition(f"{event.name} against the table")
+    states[mask] = after
+
+
 def transition_diagram() -> str:
     """The table as a Mermaid diagram, for docs/architecture.md."""
     lines = ["stateDiagram-v2"]

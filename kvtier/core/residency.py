@@ -44,6 +44,16 @@ class CommittedSlice:
     hashes: list[BlockHash]
     parents: list[BlockHash | None]
 
+    def runs(self) -> list[tuple[list[BlockHash], BlockHash | None]]:
+        """The READY blocks in runs that follow one another: (hashes, parent of the first)."""
+        found: list[tuple[list[BlockHash], BlockHash | None]] = []
+        for block, parent in zip(self.hashes, self.parents, strict=True):
+            if found and found[-1][0][-1] == parent:
+                found[-1][0].append(block)
+            else:
+                found.append(([block], parent))
+        return found
+
 
 class Residency:
     """Invariant: a block is in the index if and only if its place is READY or LEAVING."""
@@ -61,6 +71,7 @@ class Residency:
         self.index = PrefixIndex()
         self.tier = MemoryTier(set_slot_count)
         self.evicted_count = 0
+        self.void_count = 0  # Rises whenever resident blocks are voided.
         self._make_policy = make_policy
         self._policy = make_policy()
         self._trash: list[PrefixIndex] = []
@@ -152,12 +163,8 @@ class Residency:
         """Evict up to `count` blocks that the policy nominates; returns their hashes."""
         hashes: list[BlockHash] = []
         places: list[int] = []
-        while len(hashes) < count:
-            rows = self._policy.nominate(count - len(hashes), self._verdict)
-            if not rows:
-                break
-            for row in rows:
-                self._take_out(row, hashes, places)
+        for row in self._policy.nominate(count, self._verdict):
+            self._take_out(row, hashes, places)
         self.tier.drop(np.array(places, dtype=np.int32))
         return hashes
 
@@ -185,31 +192,36 @@ class Residency:
         """
         hashes = []
         for row in self.tier.row[places].tolist():
-            if row == NOBODY:
-                continue
+            if row == NOBODY or not self.index.has_row(row):
+                continue  # Nothing there, or doomed already.
             block = self.index.hash_of[row]
+            assert block is not None, "a resident row without its hash"
+            hashes.append(block)
             parent = self.index.doom(row)
-            if block is not None:
-                hashes.append(block)
             if parent is not None:
                 self._policy.on_leaf(parent)
+        self.void_count += len(hashes)
         filling = places[self.tier.state[places] == ReplicaState.RESERVED]
         self.tier.void(filling)
         return hashes
 
     def clear(self, epoch: int) -> int:
-        """Void everything; returns how many blocks that were."""
-        voided_count = self.tier.void_all()
+        """Void everything; returns how many blocks that were. `sweep` frees the slots."""
+        voided_count = len(self.index.row_of)
+        self.tier.void_all()
         self._trash.append(self.index)
         self.index = PrefixIndex()
         self._policy = self._make_policy()
         self.epoch = epoch
+        self.void_count += 1
         return voided_count
 
     def sweep(self, count: int) -> list[BlockHash]:
         """Free up to `count` blocks that became unreachable; returns the hashes that went."""
-        rows = self.index.sweep(count)
-        hashes = self.index.hashes_of(rows)
+        if self.tier.free_pending:
+            self.tier.free_some()
+            return []
+        rows, hashes = self.index.sweep(count)
         if len(rows):
             self.tier.void(self.index.place[rows])
             self._policy.on_remove(rows.tolist())
@@ -220,13 +232,13 @@ class Residency:
 
     @property
     def sweep_pending(self) -> bool:
-        return self.index.sweep_pending or bool(self._trash)
+        return self.tier.free_pending or self.index.sweep_pending or bool(self._trash)
 
     def check_invariants(self) -> list[str]:
         found = self.index.check_invariants() + self.tier.check_invariants()
         if self.index.sweep_pending:
             return found
-        rows = np.fromiter(self.index.row_of.values(), np.int32, len(self.index.row_of))
+        rows = np.fromiter(self.index.row_of.rows(), np.int32, len(self.index.row_of))
         places = self.index.place[rows]
         if (places == NOBODY).any() or (self.tier.row[places] != rows).any():
             found.append("a block's place does not hold that block")
@@ -274,9 +286,8 @@ class Residency:
         run.parent_row = last
 
     def _verdict(self, row: int) -> Evictable:
-        if self.index.sweep_pending:
-            return Evictable.HELD  # A doomed row must not be taken out twice.
-        if not self.index.is_leaf(row):
+        # A doomed row must not be taken out twice; it leaves the policy when it is swept.
+        if not self.index.has_row(row) or not self.index.is_leaf(row):
             return Evictable.INNER
         if self.tier.is_pinned(int(self.index.place[row])):
             return Evictable.HELD

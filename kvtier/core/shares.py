@@ -20,9 +20,6 @@ from kvtier.core.slabs import SlabLedger, SlabSet
 from kvtier.core.tiers import Watermarks
 from kvtier.types import EngineId, NamespaceId, SessionId, SlabSetId, TierName
 
-# Evicting takes about 8 µs a block; this many take 3 ms, so that nobody waits longer than 5 ms.
-EVICT_SLICE_BLOCKS = 384
-
 
 class Shares:
     """Part of the block manager, with its own slice of its state."""
@@ -50,15 +47,19 @@ class Shares:
         self._ledger.stock.append(event.slab)
         self._populated_at = now
         found: list[ins.Instruction] = []
-        for namespace in list(self._wanting):
-            found.extend(self._grow(self._namespaces[namespace], now))
+        # The poorest first, or a slab that was withdrawn for it would go back to the richest.
+        for namespace in sorted(self._wanting, key=lambda one: len(self._ledger.sets_of(one))):
+            grown = self._grow(self._namespaces[namespace], now)
+            if not grown and self._ledger.pending_count:
+                break  # It needs more slabs at once, and they are on their way.
+            found.extend(grown)
         return found
 
     def on_slab_mapped(self, event: ev.SlabMapped, now: float) -> list[ins.Instruction]:
         one = self._ledger.set_with(event.slab)
         session = self._engines.get(event.session)
         if one is not None and session is not None and session.live:
-            one.mapped_by[event.slab][event.session] = None
+            one.note_mapped(event.slab, event.session)
             self.forget_mappings()
         return []
 
@@ -66,7 +67,7 @@ class Shares:
         one = self._ledger.set_with(event.slab)
         if one is None:
             return []
-        one.mapped_by[event.slab].pop(event.session, None)
+        one.note_unmapped(event.slab, event.session)
         self.forget_mappings()
         return self.drop_idle_sets()
 
@@ -84,6 +85,7 @@ class Shares:
             for offer in self._offers(one, session)
         ]
         if not self._ledger.sets_of(event.namespace):
+            self._wanting[event.namespace] = None
             found.extend(self._grow(residency, now))
             found.extend(self._rebalance(residency, now))
         return found
@@ -94,6 +96,19 @@ class Shares:
             return []
         return self._withdraw(one)
 
+    def empty_withdrawn(self) -> list[ins.Instruction] | None:
+        """Void a slice of a withdrawn set's slots; None when there is nothing left to void."""
+        for one in self._ledger.sets.values():
+            if not one.withdrawn or one.is_void():
+                continue
+            residency = self._namespaces[one.namespace]
+            start = one.voided_count
+            one.voided_count = min(one.slot_count, start + self._config.slice_blocks)
+            places = residency.tier.allocator.places_of_set(one.slab_set)
+            hashes = residency.void_places(places[start : one.voided_count])
+            return [ins.BlocksRemoved(one.namespace, TierName.DRAM, hashes)] if hashes else []
+        return None
+
     def forget_mappings(self) -> None:
         """Which sets an engine can use is worked out anew at its next call."""
         self._usable_sets.clear()
@@ -103,7 +118,7 @@ class Shares:
         found: list[ins.Instruction] = []
         for one in list(self._ledger.sets.values()):
             allocator = self._namespaces[one.namespace].tier.allocator
-            if one.withdrawn and not one.is_mapped() and allocator.is_idle(one.slab_set):
+            if one.is_void() and not one.is_held() and allocator.is_idle(one.slab_set):
                 allocator.remove_set(one.slab_set)
                 self._ledger.remove(one.slab_set)
                 found.append(ins.DropSlabs(one.slab_set, one.slabs))
@@ -146,11 +161,11 @@ class Shares:
         held_count = tier.reserved_by.get(event.session, 0)
         wanted = min(event.count, max(0, stock_count_max - held_count))
         if free_count < wanted and not self._growth_expected(residency, usable, now):
-            missing = min(wanted - free_count, EVICT_SLICE_BLOCKS)
+            missing = min(wanted - free_count, self._config.evict_slice_blocks)
             hashes = residency.evict(missing)
             if hashes:
                 found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
-            if len(hashes) == EVICT_SLICE_BLOCKS:
+            if len(hashes) == self._config.evict_slice_blocks:
                 return [*found, ins.Continue(event)]
             found.extend(self._rebalance(residency, now))
             found.extend(self._recalls(residency, event.session, stock_count_max))
@@ -172,7 +187,7 @@ class Shares:
             count = self._watermarks.eviction_count(
                 slot_count=allocator.slot_count, free_count=allocator.free_count
             )
-            hashes = residency.evict(min(count, EVICT_SLICE_BLOCKS))
+            hashes = residency.evict(min(count, self._config.evict_slice_blocks))
             if hashes:
                 found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
         return found
@@ -198,11 +213,13 @@ class Shares:
         return found
 
     def _offers(self, one: SlabSet, session: Session) -> list[ins.Instruction]:
-        return [
-            ins.OfferSlab(session.session, one.slabs[shard], shard)
-            for shard in session.shards
-            if shard < len(one.slabs)
-        ]
+        found: list[ins.Instruction] = []
+        for shard in session.shards:
+            if shard < len(one.slabs):
+                slab = one.slabs[shard]
+                one.offered_to[slab][session.session] = None
+                found.append(ins.OfferSlab(session.session, slab, shard))
+        return found
 
     def _is_mapped_whole(self, one: SlabSet, engine: EngineId) -> bool:
         """Whether live sessions of the engine map the set's slabs of all shards."""
@@ -289,14 +306,10 @@ class Shares:
         one.withdrawn = True
         allocator.withdraw(one.slab_set)
         self.forget_mappings()
-        places = allocator.places_of_set(one.slab_set)
-        hashes = residency.void_places(places)
         found: list[ins.Instruction] = []
-        if hashes:
-            found.append(ins.BlocksRemoved(one.namespace, TierName.DRAM, hashes))
         for shard, slab in enumerate(one.slabs):
-            found.extend(ins.WithdrawSlab(session, slab, shard) for session in one.mapped_by[slab])
-        owners = np.unique(residency.tier.owner[places])
+            found.extend(ins.WithdrawSlab(session, slab, shard) for session in one.holders_of(slab))
+        owners = np.unique(residency.tier.owner[allocator.places_of_set(one.slab_set)])
         found.extend(
             ins.RecallSlots(SessionId(owner), one.namespace, one.slot_count)
             for owner in owners.tolist()

@@ -21,10 +21,31 @@ class SlabSet:
     slot_count: int
     bound_at: float
     withdrawn: bool = False
+    voided_count: int = 0  # Of a withdrawn set: slots whose replicas were voided so far.
     mapped_by: dict[SlabId, dict[SessionId, None]] = field(default_factory=dict)
+    # Sessions that were offered the slab and have not answered: they may map it any moment.
+    offered_to: dict[SlabId, dict[SessionId, None]] = field(default_factory=dict)
 
-    def is_mapped(self) -> bool:
-        return any(self.mapped_by.values())
+    def is_held(self) -> bool:
+        """Whether some process maps one of the slabs, or may do so any moment."""
+        return any(self.mapped_by.values()) or any(self.offered_to.values())
+
+    def is_void(self) -> bool:
+        """Withdrawn, and every replica in it has been voided."""
+        return self.withdrawn and self.voided_count == self.slot_count
+
+    def holders_of(self, slab: SlabId) -> list[SessionId]:
+        return list({**self.mapped_by[slab], **self.offered_to[slab]})
+
+    def note_mapped(self, slab: SlabId, session: SessionId) -> None:
+        """The session maps a slab that it was offered; anything else is no news."""
+        if session in self.offered_to[slab]:
+            del self.offered_to[slab][session]
+            self.mapped_by[slab][session] = None
+
+    def note_unmapped(self, slab: SlabId, session: SessionId) -> None:
+        self.mapped_by[slab].pop(session, None)
+        self.offered_to[slab].pop(session, None)
 
 
 class SlabLedger:
@@ -70,6 +91,7 @@ class SlabLedger:
         for slab in slabs:
             self._set_of[slab] = bound.slab_set
             bound.mapped_by[slab] = {}
+            bound.offered_to[slab] = {}
         return bound
 
     def set_with(self, slab: SlabId) -> SlabSet | None:
@@ -86,8 +108,8 @@ class SlabLedger:
 
     def unmap_session(self, session: SessionId) -> None:
         for one in self.sets.values():
-            for sessions in one.mapped_by.values():
-                sessions.pop(session, None)
+            for slab in one.slabs:
+                one.note_unmapped(slab, session)
 
     def check_invariants(self) -> list[str]:
         known = [*self.stock, *self._set_of]

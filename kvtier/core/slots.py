@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.columns import grow
 from kvtier.core.replica import Places
 from kvtier.errors import NotReserved, TierFull
 from kvtier.types import SlabSetId
@@ -42,6 +43,7 @@ class SlotAllocator:
         self.set_slot_count = set_slot_count
         self.slot_count = 0  # Of all sets that are not withdrawn.
         self._stacks: dict[SlabSetId, _FreeStack] = {}
+        self._stack_at: dict[int, _FreeStack] = {}  # By ordinal.
         self._taken = np.zeros(0, dtype=np.bool_)
         self._spare_ordinals: list[int] = []
         self._firsts = np.zeros(0, dtype=np.int64)  # Ascending slot_first of the sets …
@@ -71,14 +73,13 @@ class SlotAllocator:
             ordinal = self._spare_ordinals.pop()
         else:
             ordinal = len(self._taken) // self.set_slot_count
-            grown = np.zeros(len(self._taken) + self.set_slot_count, dtype=np.bool_)
-            grown[: len(self._taken)] = self._taken
-            self._taken = grown
+            grow(self._taken, len(self._taken) + self.set_slot_count, False)
         start = ordinal * self.set_slot_count
         # Descending, so that slots are taken in ascending order: neighbours in the chain are
         # neighbours in the slab, and copies of a run can be merged.
         places = np.arange(start + self.set_slot_count - 1, start - 1, -1, dtype=np.int32)
-        self._stacks[slab_set] = _FreeStack(slab_set, ordinal, slot_first, places, len(places))
+        stack = _FreeStack(slab_set, ordinal, slot_first, places, len(places))
+        self._stacks[slab_set] = self._stack_at[ordinal] = stack
         self.slot_count += self.set_slot_count
         self._rebuild_firsts()
 
@@ -111,11 +112,14 @@ class SlotAllocator:
         assert self._taken[places].all(), "a slot was released that is not taken"
         self._taken[places] = False
         ordinals = places // self.set_slot_count
-        for stack in self._stacks.values():
-            share = places[ordinals == stack.ordinal]
-            if len(share):
-                stack.places[stack.count : stack.count + len(share)] = share[::-1]
-                stack.count += len(share)
+        for ordinal in np.unique(ordinals).tolist():
+            stack = self._stack_at[ordinal]
+            share = places[ordinals == ordinal]
+            stack.places[stack.count : stack.count + len(share)] = share[::-1]
+            stack.count += len(share)
+
+    def is_taken(self, places: Places) -> npt.NDArray[np.bool_]:
+        return self._taken[places]
 
     def withdraw(self, slab_set: SlabSetId) -> None:
         """Give no more slots of this set out."""
@@ -137,6 +141,7 @@ class SlotAllocator:
         assert stack.withdrawn, "a set was removed that is not withdrawn"
         assert stack.count == self.set_slot_count, "a set was removed while slots are taken"
         del self._stacks[slab_set]
+        del self._stack_at[stack.ordinal]
         self._spare_ordinals.append(stack.ordinal)
         self._rebuild_firsts()
 

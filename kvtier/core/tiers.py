@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.columns import grow
 from kvtier.core.index import NOBODY
-from kvtier.core.replica import Places, ReplicaEvent, ReplicaState, move
+from kvtier.core.replica import Places, ReplicaEvent, ReplicaState, move, move_all
 from kvtier.core.slots import SlotAllocator, Slots
 from kvtier.types import SessionId, SlabSetId
 
-Scalar = TypeVar("Scalar", bound=np.generic)
+# Slots looked at in one slice when everything was voided; takes less than 1 ms.
+_FREED_SLICE_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +53,19 @@ class MemoryTier:
         self.transfer_pins = np.zeros(0, dtype=np.int16)
         self.leased_count = 0  # Places with a lease pin.
         self.reserved_by: dict[SessionId, int] = {}
+        # After void_all: places from here on may be taken although nothing uses them.
+        self._unfreed_from: int | None = None
 
     # ------------------------------------------------------------------------------- slab sets
 
     def add_set(self, slab_set: SlabSetId, slot_first: int) -> None:
         self.allocator.add_set(slab_set, slot_first)
         count = self.allocator.place_count
-        self.state = _grown(self.state, count, ReplicaState.GONE)
-        self.row = _grown(self.row, count, NOBODY)
-        self.owner = _grown(self.owner, count, NOBODY)
-        self.lease_pins = _grown(self.lease_pins, count, 0)
-        self.transfer_pins = _grown(self.transfer_pins, count, 0)
+        grow(self.state, count, ReplicaState.GONE)
+        grow(self.row, count, NOBODY)
+        grow(self.owner, count, NOBODY)
+        grow(self.lease_pins, count, 0)
+        grow(self.transfer_pins, count, 0)
 
     # ------------------------------------------------------------------------------- reserving
 
@@ -73,7 +76,8 @@ class MemoryTier:
         places = self.allocator.take(count, usable)
         move(self.state, places, ReplicaEvent.RESERVE)
         self.owner[places] = session
-        self.reserved_by[session] = self.reserved_by.get(session, 0) + len(places)
+        if len(places):
+            self.reserved_by[session] = self.reserved_by.get(session, 0) + len(places)
         return places
 
     def commit(self, places: Places, rows: npt.NDArray[np.int32]) -> None:
@@ -107,12 +111,25 @@ class MemoryTier:
         self.row[places] = NOBODY
         self.free_idle(places)
 
-    def void_all(self) -> int:
-        """End every replica (Clear); returns how many blocks that were READY."""
-        alive = np.flatnonzero(self.state != ReplicaState.GONE).astype(np.int32)
-        ready = int((self.state[alive] != ReplicaState.RESERVED).sum())
-        self.void(alive)
-        return ready
+    def void_all(self) -> None:
+        """End every replica at once (Clear); `free_some` then frees the slots in slices."""
+        alive = self.state != ReplicaState.GONE
+        move_all(self.state, alive, ReplicaEvent.VOID)
+        self.row.fill(NOBODY)
+        self._unfreed_from = 0
+
+    @property
+    def free_pending(self) -> bool:
+        return self._unfreed_from is not None
+
+    def free_some(self) -> None:
+        """Free a slice of the slots that `void_all` left behind and nothing uses."""
+        start = self._unfreed_from
+        assert start is not None, "nothing is left to free"
+        stop = min(start + _FREED_SLICE_SLOTS, self.allocator.place_count)
+        places = np.arange(start, stop, dtype=np.int32)
+        self.free_idle(places[self.allocator.is_taken(places)])
+        self._unfreed_from = stop if stop < self.allocator.place_count else None
 
     def free_idle(self, places: Places) -> None:
         """Free those slots whose replica is GONE and which nobody pins or fills."""
@@ -194,6 +211,8 @@ class MemoryTier:
             | (self.lease_pins > 0)
             | (self.transfer_pins > 0)
         )
+        if self.free_pending:
+            used |= self.allocator.is_taken(places)
         if int(used.sum()) != self.allocator.taken_count:
             return ["slots are taken that nothing uses, or used that are free: leaked or lost"]
         return []
@@ -208,9 +227,3 @@ class MemoryTier:
             else:
                 del self.reserved_by[SessionId(session)]
         self.owner[places] = NOBODY
-
-
-def _grown(column: npt.NDArray[Scalar], count: int, fill: int) -> npt.NDArray[Scalar]:
-    grown = np.full(count, fill, dtype=column.dtype)
-    grown[: len(column)] = column
-    return grown

@@ -7,7 +7,7 @@ one, and may forget candidates that it finds to be no leaves any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class EvictionPolicy(Protocol):
         """A user's session over this prefix has ended; whether the policy makes use of that."""
         ...
 
-    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> list[int]:
-        """Up to `count` different leaves to evict, best victim first; removes nobody."""
+    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
+        """Up to `count` different leaves to evict, best victim first; removes nobody.
+
+        One at a time, because evicting one may make its parent a leaf, and that the best victim of
+        all: between two of them the manager evicts and tells. It runs the iterator to its end.
+        """
         ...

@@ -11,7 +11,7 @@ a touch costs no heap operation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ class LruPolicy:
     def __init__(self) -> None:
         self._used_at = np.full(0, _GONE)
         self._in_heap = np.zeros(0, dtype=np.bool_)
+        # Has an entry for NEVER: pushed once, however often the sessions of a prefix end.
+        self._in_front = np.zeros(0, dtype=np.bool_)
         self._heap: list[tuple[float, int]] = []
 
     def on_insert(self, rows: Rows, now: float) -> None:
@@ -42,7 +44,7 @@ class LruPolicy:
     def on_leaf(self, row: int) -> None:
         if not self._in_heap[row]:
             self._in_heap[row] = True
-            heapq.heappush(self._heap, (float(self._used_at[row]), row))
+            self._push(float(self._used_at[row]), row)
 
     def on_remove(self, rows: Sequence[int]) -> None:
         self._used_at[rows] = _GONE
@@ -54,44 +56,55 @@ class LruPolicy:
         its next use gives them a new time.
         """
         self._used_at[rows] = _NEVER
-        for row in rows.tolist():
-            if self._in_heap[row]:
-                heapq.heappush(self._heap, (_NEVER, row))  # The old entry will be found stale.
+        fresh = rows[self._in_heap[rows] & ~self._in_front[rows]]
+        for row in fresh.tolist():
+            self._push(_NEVER, row)  # The old entry will be found stale.
         return True
 
-    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> list[int]:
-        chosen: list[int] = []
+    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
         kept: list[tuple[float, int]] = []
         seen: set[int] = set()
-        while self._heap and len(chosen) < count:
+        while self._heap and count > 0:
             used_at, row = heapq.heappop(self._heap)
+            if used_at == _NEVER:
+                self._in_front[row] = False
             if row in seen:
                 continue
             actual = float(self._used_at[row])
             if np.isnan(actual):
                 self._in_heap[row] = False
-            elif actual != used_at:
-                heapq.heappush(self._heap, (actual, row))
+                continue
+            if actual != used_at:
+                self._push(actual, row)
+                continue
+            verdict = may_evict(row)
+            if verdict is Evictable.INNER:
+                self._in_heap[row] = False
+                continue
+            seen.add(row)
+            kept.append((used_at, row))
+            if verdict is Evictable.YES:
+                count -= 1
+                yield row
+        for used_at, row in kept:
+            if np.isnan(self._used_at[row]):
+                self._in_heap[row] = False
             else:
-                seen.add(row)
-                verdict = may_evict(row)
-                if verdict is Evictable.INNER:
-                    self._in_heap[row] = False
-                    continue
-                kept.append((used_at, row))
-                if verdict is Evictable.YES:
-                    chosen.append(row)
-        for entry in kept:
-            heapq.heappush(self._heap, entry)
-        return chosen
+                self._push(used_at, row)
+
+    def _push(self, used_at: float, row: int) -> None:
+        heapq.heappush(self._heap, (used_at, row))
+        if used_at == _NEVER:
+            self._in_front[row] = True
 
     def _make_room(self, count: int) -> None:
         old = len(self._used_at)
         if count <= old:
             return
         new = max(count, old + old // 8, 1024)
-        used_at = np.full(new, _GONE)
-        used_at[:old] = self._used_at
-        in_heap = np.zeros(new, dtype=np.bool_)
-        in_heap[:old] = self._in_heap
-        self._used_at, self._in_heap = used_at, in_heap
+        # Resized where they lie: copying them at a million blocks would take too long. So nobody
+        # may keep a view of them.
+        self._used_at.resize(new, refcheck=False)
+        self._used_at[old:] = _GONE
+        self._in_heap.resize(new, refcheck=False)
+        self._in_front.resize(new, refcheck=False)

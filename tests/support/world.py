@@ -1,0 +1,281 @@
+"""A block manager, the shell around it and the bytes in its slots, without I/O and without time.
+
+The shell here runs every instruction as the daemon would, keeps what watchers were told, and knows
+what each slot holds. Whatever the manager decides wrongly shows as a wrong byte (`read`), a wrong
+answer (`check`), or a slot that nobody gets back (`assert_all_free`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.manager import BlockManager
+from kvtier.core.settings import ManagerConfig
+from kvtier.errors import KVTierError
+from kvtier.policy.lru import LruPolicy
+from kvtier.types import (
+    BlockHash,
+    EngineId,
+    NamespaceId,
+    PackedHashes,
+    PrefixMatch,
+    SessionId,
+    SlabId,
+    SlabSetId,
+)
+
+HASH_BYTES = 16
+Outcome = ins.Reply | KVTierError
+OnOutcome = Callable[[Outcome], None]
+
+
+def chain(path: str) -> list[BlockHash]:
+    """Block hashes of the prefix that this path names: chain("ab") continues chain("a")."""
+    return [
+        BlockHash(path[:end].rjust(HASH_BYTES, ".").encode()) for end in range(1, len(path) + 1)
+    ]
+
+
+def slots_of(slots: Sequence[int]) -> ev.Slots:
+    return np.array(slots, dtype=np.uint32)
+
+
+@dataclass
+class Bound:
+    """A slab set as the shell knows it."""
+
+    namespace: NamespaceId
+    slabs: tuple[SlabId, ...]
+    slots: range
+
+
+@dataclass
+class NamespaceRecord:
+    """What a watcher knows of a namespace, and what the slot table says."""
+
+    shard_count: int
+    epoch: int
+    stored: set[BlockHash] = field(default_factory=set)
+    ever_ready: set[BlockHash] = field(default_factory=set)
+    ready_at: dict[int, BlockHash] = field(default_factory=dict)  # Slot -> block, slot table.
+
+
+class World:
+    """Send events with `run` (all slices at once) or `start` and `turn` (slices interleaved)."""
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        *,
+        make_manager: Callable[[ManagerConfig], BlockManager] | None = None,
+    ) -> None:
+        make = make_manager or (lambda config: BlockManager(config, make_policy=LruPolicy))
+        self.manager = make(config)
+        self.config = config
+        self.now = 0.0
+        self.turns: list[tuple[ev.Event, OnOutcome | None]] = []
+        self.checksums: list[ins.ComputeChecksums] = []
+        self.mail: dict[SessionId, list[ins.Instruction]] = {}
+        self.sets: dict[SlabSetId, Bound] = {}
+        self.namespaces: dict[NamespaceId, NamespaceRecord] = {}
+        self.content: dict[tuple[int, int], bytes] = {}  # (slot, shard) -> what it holds.
+        self.dropped_slots: set[int] = set()
+        self.removed_count = 0
+        self._next_slab = 1
+        self._next_session = 1
+        self._next_epoch = 1
+
+    # --------------------------------------------------------------------------------- driving
+
+    def start(self, event: ev.Event, on_outcome: OnOutcome | None = None) -> None:
+        """Handle the first slice; what is left waits in `turns`."""
+        try:
+            done = self.manager.handle(event, self.now)
+        except KVTierError as error:
+            if on_outcome is not None:
+                on_outcome(error)
+            return
+        following = [one for one in done if isinstance(one, ins.Continue)]
+        assert len(following) <= 1, "two events to continue with"
+        assert done[len(done) - len(following) :] == following, "Continue is the last instruction"
+        for instruction in done:
+            self._run(instruction, on_outcome)
+
+    def turn(self, index: int) -> None:
+        """Handle the next slice of one of the events under way."""
+        self.start(*self.turns.pop(index % len(self.turns)))
+
+    def run(self, event: ev.Event) -> Outcome | None:
+        """Handle all slices, and every slice that waited before."""
+        outcomes: list[Outcome] = []
+        self.start(event, outcomes.append)
+        self.finish_turns()
+        assert len(outcomes) <= 1, "two replies to one event"
+        return outcomes[0] if outcomes else None
+
+    def finish_turns(self) -> None:
+        for _ in range(1_000_000):
+            if not self.turns:
+                return
+            self.turn(0)
+        raise AssertionError("the slices of an event never end")
+
+    def compute_checksums(self, index: int) -> None:
+        one = self.checksums.pop(index % len(self.checksums))
+        checksums = np.zeros(len(one.slots), dtype=np.uint64)
+        self.run_quietly(ev.ChecksumsComputed(one.namespace, one.slots, checksums))
+
+    def run_quietly(self, event: ev.Event) -> None:
+        """An event of the shell's own, which the manager has no reason to refuse."""
+        failed: list[Outcome] = []
+        self.start(event, failed.append)
+        assert not any(isinstance(one, KVTierError) for one in failed), f"refused: {failed}"
+
+    # ------------------------------------------------------------------------------ the shell's
+
+    def open_namespace(
+        self, namespace: NamespaceId, *, slot_bytes: int, shard_count: int = 1
+    ) -> None:
+        epoch = self.new_epoch()
+        self.namespaces[namespace] = NamespaceRecord(shard_count, epoch)
+        self.run(ev.NamespaceOpened(namespace, epoch, HASH_BYTES, slot_bytes, shard_count))
+
+    def populate_slab(self) -> None:
+        self.run_quietly(ev.SlabPopulated(SlabId(self._next_slab)))
+        self._next_slab += 1
+
+    def new_session(self) -> SessionId:
+        session = SessionId(self._next_session)
+        self._next_session += 1
+        self.mail[session] = []
+        return session
+
+    def new_epoch(self) -> int:
+        self._next_epoch += 7
+        return self._next_epoch
+
+    def set_of(self, slot: int) -> tuple[SlabSetId, Bound]:
+        return next((one, bound) for one, bound in self.sets.items() if slot in bound.slots)
+
+    # ----------------------------------------------------------------------------------- bytes
+
+    def write(self, slot: int, shard: int, block: BlockHash | bytes) -> None:
+        self.content[slot, shard] = block
+
+    def scribble(self, slot: int) -> None:
+        """Something overwrites the slot that should not have."""
+        self.content[slot, 0] = b"scribble"
+
+    def is_right(self, slot: int, shard: int, block: BlockHash) -> bool:
+        return self.content.get((slot, shard)) == block and slot not in self.dropped_slots
+
+    # --------------------------------------------------------------------------------- checking
+
+    def match(self, namespace: NamespaceId, hashes: Sequence[BlockHash]) -> PrefixMatch:
+        return self.manager.match_packed(namespace, b"".join(hashes))
+
+    def told_count(self, namespace: NamespaceId, hashes: Sequence[BlockHash]) -> int:
+        """Length of the prefix that is resident by what watchers were told."""
+        stored = self.namespaces[namespace].stored
+        return next((i for i, block in enumerate(hashes) if block not in stored), len(hashes))
+
+    def check(self, chains: Sequence[Sequence[BlockHash]]) -> None:
+        """Invariants hold, and every match is what watchers were told: no more, no less."""
+        violations = self.manager.check_invariants()
+        assert not violations, violations
+        for namespace, record in self.namespaces.items():
+            assert self.manager.namespace_epoch(namespace) == record.epoch
+            assert record.stored <= record.ever_ready, "a block is stored that nobody committed"
+            for hashes in chains:
+                count = self.match(namespace, hashes).matched_count
+                assert count == self.told_count(namespace, hashes), "a match is wrong"
+
+    def assert_all_free(self) -> None:
+        """Nobody is left: once evicted, every slot of every namespace is free again."""
+        stats = self.manager.stats()
+        for counts in stats.namespaces:
+            assert counts.reserved_count == counts.held_count == counts.leased_count == 0, counts
+            assert counts.free_count + counts.ready_count == counts.slot_count, counts
+        assert stats.lease_count == 0
+        for namespace in self.namespaces:
+            self.clear(namespace)
+        self.finish_turns()
+        for counts in self.manager.stats().namespaces:
+            assert counts.free_count == counts.slot_count, counts
+            assert counts.block_count == 0, counts
+
+    def clear(self, namespace: NamespaceId) -> None:
+        self.run_quietly(ev.Clear(namespace, self.new_epoch()))
+
+    # ----------------------------------------------------------------------------- instructions
+
+    def _run(self, done: ins.Instruction, on_outcome: OnOutcome | None) -> None:
+        match done:
+            case ins.Continue():
+                self.turns.append((done.event, on_outcome))
+            case ins.ComputeChecksums():
+                self.checksums.append(done)
+            case ins.OfferSlab() | ins.WithdrawSlab() | ins.RequestQuiet() | ins.RecallSlots():
+                self.mail[done.session].append(done)
+            case ins.BindSlabs():
+                slots = range(done.slot_first, done.slot_first + done.slot_count)
+                self.sets[done.slab_set] = Bound(done.namespace, done.slabs, slots)
+            case ins.DropSlabs():
+                self._drop(done)
+            case _:
+                self._note(done)
+        if isinstance(done, ins.Reply) and on_outcome is not None:
+            on_outcome(done)
+
+    def _note(self, done: ins.Instruction) -> None:
+        """What watchers are told, and what the slot table says."""
+        match done:
+            case ins.WriteReady():
+                record = self.namespaces[done.namespace]
+                assert done.epoch == record.epoch, "a block of an older epoch became READY"
+                for slot, block in zip(done.slots.tolist(), done.hashes, strict=True):
+                    record.ready_at[slot] = block
+                    record.ever_ready.add(block)
+            case ins.WriteReserved() | ins.WriteGone():
+                for slot in done.slots.tolist():
+                    self.namespaces[done.namespace].ready_at.pop(slot, None)
+            case ins.BlocksStored():
+                stored = self.namespaces[done.namespace].stored
+                parent = done.parent
+                assert parent is None or parent in stored, "stored behind a block that is not"
+                assert stored.isdisjoint(done.hashes), "stored twice"
+                stored.update(done.hashes)
+            case ins.BlocksRemoved():
+                stored = self.namespaces[done.namespace].stored
+                assert stored.issuperset(done.hashes), "removed twice"
+                stored.difference_update(done.hashes)
+                self.removed_count += len(done.hashes)
+            case ins.NamespaceCleared():
+                record = self.namespaces[done.namespace]
+                record.epoch = done.epoch
+                self.removed_count += len(record.stored)
+                record.stored.clear()
+                record.ever_ready.clear()
+                record.ready_at.clear()
+
+    def _drop(self, done: ins.DropSlabs) -> None:
+        bound = self.sets.pop(done.slab_set)
+        assert bound.slabs == done.slabs
+        self.dropped_slots.update(bound.slots)
+        for slot in bound.slots:
+            self.namespaces[bound.namespace].ready_at.pop(slot, None)
+        for _ in done.slabs:
+            self.populate_slab()
+
+
+def engine_id(number: int) -> EngineId:
+    return EngineId(b"engine-%09d" % number)
+
+
+def packed(hashes: Sequence[BlockHash]) -> PackedHashes:
+    return PackedHashes(b"".join(hashes), HASH_BYTES)

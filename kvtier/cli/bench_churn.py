@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             violations = _wait_returned(client)
             stats = client.stats()
     figures = _figures(answers, arguments.seconds)
-    figures["evicted_blocks"] = stats.counters["kvtier_evicted_blocks"]
-    figures["core_long_slices"] = stats.counters["kvtier_core_long_slices_total"]
+    figures["evicted_blocks"] = bench_run.counter(stats, "kvtier_evicted_blocks_total")
+    figures["core_long_slices"] = bench_run.counter(stats, "kvtier_core_long_slices_total")
     figures["violations"] = violations
     figures["violation_count"] = len(violations)
     figures["settings"] = {

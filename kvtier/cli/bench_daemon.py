@@ -17,7 +17,7 @@ from kvtier.cli.connect import connected
 from kvtier.cli.output import say
 from kvtier.cli.private_daemon import BenchDaemon, private_daemon
 from kvtier.cli.processes import cpu_seconds, memory_of
-from kvtier.cli.sizes import positive
+from kvtier.cli.sizes import positive, size
 from kvtier.errors import TierFull
 
 TARGETS = {
@@ -25,7 +25,6 @@ TARGETS = {
     "rss_mib": measure.Target(at_most=120.0),
     "idle_core_percent": measure.Target(at_most=0.3),
 }
-_OPTIONS = {"dram.bytes": "512MiB", "dram.slab_bytes": "64MiB", "admin.address": "127.0.0.1:0"}
 _SETTLE_SECONDS = 1.0
 _WAIT_TRIES = 400
 
@@ -35,13 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--idle-seconds", type=positive, default=15, help="length of the idle span (15)"
     )
+    parser.add_argument(
+        "--pool-bytes", type=size, default=512 << 20, help="of the private daemons (512MiB)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    starts = [] if arguments.socket else [_start_seconds() for _ in range(arguments.starts)]
+    # All that a daemon does by default, its HTTP port included.
+    options = {"dram.bytes": str(arguments.pool_bytes), "admin.address": "127.0.0.1:0"}
+    starts = [] if arguments.socket else [_start_seconds(options) for _ in range(arguments.starts)]
     if starts:
         say("started in " + ", ".join(f"{seconds:.2f}" for seconds in starts) + " s")
-    with bench_run.bench_daemon(arguments, _OPTIONS) as daemon:
+    with bench_run.bench_daemon(arguments, options) as daemon:
         page_kind = _wait_populated(daemon)
         time.sleep(_SETTLE_SECONDS)
         memory = memory_of(daemon.pid)
@@ -62,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     return bench_run.report(arguments, figures, targets, page_kind=page_kind)
 
 
-def _start_seconds() -> float:
-    with private_daemon(_OPTIONS) as daemon:
+def _start_seconds(options: dict[str, str]) -> float:
+    with private_daemon(options) as daemon:
         return daemon.start_seconds
 
 

@@ -249,8 +249,8 @@ class _MatchBench:
         }
 
     def _acquire_seconds(self) -> float:
-        counters = self._client.stats().counters
-        return counters['kvtier_call_seconds_sum{method="Acquire"}']
+        name = 'kvtier_call_seconds_sum{method="Acquire"}'
+        return bench_run.counter(self._client.stats(), name)
 
     def _ask_busy(self, peer: Peer, questions: Sequence[Question]) -> tuple[list[float], float]:
         """(milliseconds of each match, acquires a second of the other process)."""

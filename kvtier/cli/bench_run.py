@@ -12,7 +12,8 @@ from pathlib import Path
 from kvtier.cli import environment, measure
 from kvtier.cli.output import add_json_argument, print_json, say, table
 from kvtier.cli.private_daemon import BenchDaemon, private_daemon
-from kvtier.errors import Unavailable
+from kvtier.errors import KVTierError, Unavailable
+from kvtier.v1 import kvtier_pb2 as pb
 
 EXIT_WRONG = 1
 _CREDENTIALS = struct.Struct("3i")
@@ -49,6 +50,13 @@ def pid_behind(path: Path) -> int:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(raw)[0]
     return pid
+
+
+def counter(stats: pb.StatsResponse, name: str) -> float:
+    """A figure of the daemon's own; a map of protobuf would answer 0 for a wrong name."""
+    if name not in stats.counters:
+        raise KVTierError(f"the daemon tells no {name}: run the benchmark of its own version")
+    return stats.counters[name]
 
 
 def report(

@@ -230,6 +230,11 @@ class SchedulerConnector:
         return len(self._offloader.stock)
 
     @property
+    def lease_count(self) -> int:
+        """Acquires under way plus leases held."""
+        return self._onboarder.open_count
+
+    @property
     def request_count(self) -> int:
         """Requests remembered: those not finished, and those whose device blocks are held."""
         return len(self._requests)

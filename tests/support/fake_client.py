@@ -102,7 +102,9 @@ class FakeClient:
         self.free = list(range(slot_count))
         self.reserved: dict[int, FakeSession] = {}
         self.leases: dict[int, list[int]] = {}  # Lease id to pinned slots.
-        self._lease_sessions: dict[int, FakeSession] = {}
+        self.lease_sessions: dict[int, FakeSession] = {}  # Of every lease ever granted.
+        self.released: set[int] = set()
+        self._deadlines: dict[int, int] = {}
         self.generation = 1
         self.session: FakeSession | None = FakeSession(1, 1)
         self.by_value = False
@@ -113,6 +115,7 @@ class FakeClient:
         self.commits: list[FakeCommit] = []
         self.hashes_asked: list[int] = []  # Length of each acquire.
         self.violations: list[str] = []
+        self.during: dict[str, Callable[[], object]] = {}  # What happens while a call is made.
         self._errors: dict[str, list[KVTierError]] = {}
         self._quiet_handlers: list[Callable[[FakeSession], None]] = []
         self._recall_handler: Callable[[FakeNamespace, int], None] | None = None
@@ -156,7 +159,14 @@ class FakeClient:
                 del self.reserved[slot]
                 self.free.append(slot)
         for lease_id in list(self.leases):
-            if self._lease_sessions[lease_id] != self.session:
+            if self.lease_sessions[lease_id] != self.session:
+                del self.leases[lease_id]
+        self._free_waste()
+
+    def expire(self) -> None:
+        """End the leases whose deadline has passed, without any margin."""
+        for lease_id in list(self.leases):
+            if self._deadlines[lease_id] < self._clock.now_ns():
                 del self.leases[lease_id]
         self._free_waste()
 
@@ -222,7 +232,8 @@ class FakeClient:
             return FakeLease(None, session, 0, given, deadline_ns, cut)
         self._lease_count += 1
         self.leases[self._lease_count] = slots
-        self._lease_sessions[self._lease_count] = session
+        self.lease_sessions[self._lease_count] = session
+        self._deadlines[self._lease_count] = deadline_ns
         return FakeLease(self._lease_count, session, count, given, deadline_ns, cut)
 
     def release(self, leases: Sequence[FakeLease]) -> int:
@@ -230,8 +241,11 @@ class FakeClient:
         for lease in leases:
             if lease.session != session:
                 continue
-            if lease.lease_id is None or self.leases.pop(lease.lease_id, None) is None:
+            if lease.lease_id is None or lease.lease_id in self.released:
                 self.violations.append(f"lease {lease.lease_id} was released, but is not held")
+                continue
+            self.released.add(lease.lease_id)
+            self.leases.pop(lease.lease_id, None)  # Else it has expired.
         self._free_waste()
         return len(leases)
 
@@ -309,6 +323,8 @@ class FakeClient:
 
     def _begin(self, call: str) -> FakeSession:
         self.calls[call] += 1
+        if event := self.during.pop(call, None):
+            event()
         if errors := self._errors.get(call):
             raise errors.pop(0)
         if self.session is None:

@@ -96,6 +96,22 @@ def test_reset_while_a_copied_block_waits_for_its_parent_frees_its_slot() -> Non
     rig.check_nothing_held()
 
 
+def test_slots_reserved_for_the_old_namespace_arrive_in_vain() -> None:
+    rig = Rig()
+    rig.client.during["reserve"] = lambda: rig.scheduler.reset(spec_of("v2"))
+    rig.client.recall(rig.namespace, 16)
+    rig.scheduler.on_results([])
+    rig.clock.advance(rig.settings.recall_pause_seconds)
+    rig.plan()
+    rig.answer()
+    rig.scheduler.on_results([])
+    rig.answer()
+    assert rig.client.during == {}
+    assert not rig.client.reserved
+    assert rig.scheduler.stock_count == 0
+    rig.check()
+
+
 def test_cleared_namespace_throws_the_stock_away_and_goes_on() -> None:
     rig = Rig()
     chain = numbered_chain(3)

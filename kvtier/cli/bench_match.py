@@ -5,8 +5,10 @@ not at all are asked for in random order, one call after the other, from another
 daemon's. Then again while a third process acquires and releases full chains without a pause.
 
     p50_ms, p99_ms            call of Client.match with a list of hashes, to its answer
-    p50_packed_ms             the same with hashes that are packed already
+    bare_p50_ms, bare_p99_ms  the same hashes to a gRPC server that does nothing, in turn with ours:
+                              what the library and this machine cost at that moment
     daemon_us                 median of what the daemon says it spent (MatchResponse.daemon_us)
+    daemon_cpu_us             processor time of all the daemon's threads over matches
     p50_busy_ms, p99_busy_ms  with the third process
     bytes_per_block           growth of the daemon's memory by the blocks, pool and slot table
                               (memfds) left out, over resident blocks
@@ -19,7 +21,7 @@ import argparse
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -32,10 +34,11 @@ from kvtier.cli.connect import connected, open_namespace
 from kvtier.cli.output import say
 from kvtier.cli.peer import Peer, started_peer
 from kvtier.cli.private_daemon import BenchDaemon
-from kvtier.cli.processes import memory_of
+from kvtier.cli.processes import cpu_seconds, memory_of
 from kvtier.cli.sizes import positive
+from kvtier.client.calls import CHANNEL_OPTIONS
 from kvtier.client.client import Client
-from kvtier.client.values import Namespace, Reservation
+from kvtier.client.values import Namespace, NamespaceState, Reservation
 from kvtier.errors import BadRequest, KVTierError, TierFull
 from kvtier.namespace import NamespaceSpec
 from kvtier.paths import grpc_socket_path
@@ -131,18 +134,19 @@ class _MatchBench:
         bytes_per_block, fill_seconds = self._fill()
         questions = self._questions()
         say(f"asking for {len(questions)} chains of {self._tree.chain_length} blocks")
-        self._ask(questions[:_WARM_COUNT], self._match_list)
-        alone = self._ask(questions, self._match_list)
-        packed = self._ask(questions, self._match_packed)
-        daemon_us = self._daemon_us(questions)
+        with started_peer("kvtier.cli.bench_match_bare") as peer:
+            alone, bare = self._ask_beside_bare(str(peer.ask("open")["address"]), questions)
+        daemon_us, daemon_cpu_us = self._daemon_us(questions)
         acquire = self._acquire_figures()
         with started_peer("kvtier.cli.bench_match_peer") as peer:
             busy, load = self._ask_busy(peer, questions)
         return {
             "p50_ms": measure.percentile(alone, 50),
             "p99_ms": measure.percentile(alone, 99),
-            "p50_packed_ms": measure.percentile(packed, 50),
+            "bare_p50_ms": measure.percentile(bare, 50),
+            "bare_p99_ms": measure.percentile(bare, 99),
             "daemon_us": daemon_us,
+            "daemon_cpu_us": daemon_cpu_us,
             "p50_busy_ms": measure.percentile(busy, 50),
             "p99_busy_ms": measure.percentile(busy, 99),
             "busy_acquires_per_second": load,
@@ -191,43 +195,55 @@ class _MatchBench:
         chance.shuffle(found)
         return found
 
-    def _ask(
-        self, questions: Sequence[Question], match: Callable[[Question], tuple[int, float]]
-    ) -> list[float]:
+    def _ask(self, questions: Sequence[Question]) -> list[float]:
         """Milliseconds of each."""
-        times = []
-        for question in questions:
-            matched_count, seconds = match(question)
-            times.append(1e3 * seconds)
-            self.wrong_count += matched_count != question.resident_count
-        return times
+        return [self._match_ms(question) for question in questions]
 
-    def _match_list(self, question: Question) -> tuple[int, float]:
+    def _ask_beside_bare(
+        self, address: str, questions: Sequence[Question]
+    ) -> tuple[list[float], list[float]]:
+        """Milliseconds of each, ours and the bare server's, in turn."""
+        ours, bare = [], []
+        state = self._state()
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub = KVTierStub(channel)
+            for turn in range(-_WARM_COUNT, len(questions)):
+                question = questions[turn]
+                mine = self._match_ms(question)
+                started = time.perf_counter()
+                stub.Match(_request(state, question), timeout=5.0)
+                theirs = 1e3 * (time.perf_counter() - started)
+                if turn >= 0:  # What came before was warming up.
+                    ours.append(mine)
+                    bare.append(theirs)
+        return ours, bare
+
+    def _match_ms(self, question: Question) -> float:
         started = time.perf_counter()
         found = self._client.match(self._namespace, question.hashes)
-        return found.matched_count, time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.wrong_count += found.matched_count != question.resident_count
+        return 1e3 * seconds
 
-    def _match_packed(self, question: Question) -> tuple[int, float]:
-        packed = b"".join(question.hashes)
-        started = time.perf_counter()
-        found = self._client.match(self._namespace, packed)
-        return found.matched_count, time.perf_counter() - started
+    def _daemon_us(self, questions: Sequence[Question]) -> tuple[float, float]:
+        """(what the daemon says, its processor time) a match; past the client, which does not hand
+        the daemon's figure on."""
+        times = []
+        state = self._state()
+        address = f"unix:{grpc_socket_path(self._daemon.socket)}"
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub = KVTierStub(channel)
+            before = cpu_seconds(self._daemon.pid)
+            for question in questions:
+                answer = stub.Match(_request(state, question), timeout=5.0)
+                times.append(float(answer.daemon_us))
+            seconds = cpu_seconds(self._daemon.pid) - before
+        return measure.percentile(times, 50), 1e6 * seconds / len(questions)
 
-    def _daemon_us(self, questions: Sequence[Question]) -> float:
-        """Past the client, which does not hand the daemon's own figure on."""
+    def _state(self) -> NamespaceState:
         state = self._namespace.state
         assert state is not None, "the namespace is open"
-        times = []
-        with grpc.insecure_channel(f"unix:{grpc_socket_path(self._daemon.socket)}") as channel:
-            stub = KVTierStub(channel)
-            for question in questions:
-                request = pb.MatchRequest(
-                    token=state.token,
-                    namespace_id=state.namespace_id,
-                    hashes=b"".join(question.hashes),
-                )
-                times.append(float(stub.Match(request, timeout=5.0).daemon_us))
-        return measure.percentile(times, 50)
+        return state
 
     # ------------------------------------------------------------------------------- acquiring
 
@@ -263,10 +279,18 @@ class _MatchBench:
             resident=self._arguments.resident,
             seed=self._arguments.seed,
         )
-        busy = self._ask(questions, self._match_list)
+        busy = self._ask(questions)
         load = peer.ask("stop")["acquires_per_second"]
         assert isinstance(load, float), "the peer answers a number"
         return busy, load
+
+
+def _request(state: NamespaceState, question: Question) -> pb.MatchRequest:
+    return pb.MatchRequest(
+        token=state.token,
+        namespace_id=state.namespace_id,
+        hashes=b"".join(question.hashes),
+    )
 
 
 class _Filler:

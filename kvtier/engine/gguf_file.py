@@ -53,10 +53,10 @@ class GgufFile:
     """An open file: `metadata` is read at once, tensors when asked for."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
+            with path.open("rb") as file:
+                self.digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._open()
         except (struct.error, UnicodeDecodeError, ValueError, IndexError) as error:
             raise BadModelFile(f"{path} is damaged: {error}") from error
@@ -124,7 +124,10 @@ class GgufFile:
         data_start = -(-cursor.offset // alignment) * alignment
         self._places: dict[str, _TensorPlace] = {}
         for name, shape, kind, offset in places:
-            self._places[name] = _place(shape, kind, data_start + offset)
+            place = _place(shape, kind, data_start + offset)
+            if place.start + place.byte_count > len(self._data):
+                raise ValueError(f"tensor {name} reaches past the end")
+            self._places[name] = place
 
 
 class _Cursor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -89,11 +91,33 @@ def test_cached_prefix_changes_no_token_but_near_ties(
     assert_same_but_near_ties(model, prompt, cold.token_ids, warm.token_ids)
 
 
-def test_damaged_file_is_named(tmp_path: object) -> None:
-    path = tmp_path / "model.gguf"  # type: ignore[operator]
-    path.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\xff" * 40)
-    with pytest.raises(BadModelFile, match=r"model\.gguf is damaged: a count of"):
+DAMAGES = {
+    "empty": (b"", "cannot mmap an empty file"),
+    "another format": (b"PK\x03\x04" + b"0" * 60, "does not begin with GGUF"),
+    "another version": (b"GGUF\x09\x00\x00\x00", "version 9"),
+    "counts out of reason": (b"GGUF\x03\x00\x00\x00" + b"\xff" * 40, "out of reason"),
+    "cut in the metadata": (None, "is damaged"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_file_is_named(tmp_path: Path, data: bytes | None, message: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(_first_bytes(100_000) if data is None else data)
+    with pytest.raises(BadModelFile, match=message):
         GgufFile(path)
+
+
+def test_file_cut_in_a_tensor_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(_first_bytes(20_000_000))
+    with pytest.raises(BadModelFile, match="reaches past the end"):
+        GgufFile(path)
+
+
+def _first_bytes(count: int) -> bytes:
+    with smollm2_path().open("rb") as file:
+        return file.read(count)
 
 
 def assert_same_but_near_ties(

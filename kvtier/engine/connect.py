@@ -1,0 +1,71 @@
+"""Puts an engine on kvtier: one KV tensor, both halves of the connector, closed in order.
+
+The only module that knows the connector's classes, and it imports them when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.connector_api import EngineConnector
+from kvtier.engine.copier import HostBlockCopier
+from kvtier.engine.engine import Engine
+from kvtier.engine.kv_cache import make_kv_cache, namespace_spec
+from kvtier.engine.model import LlamaModel
+from kvtier.namespace import NamespaceSpec
+
+if TYPE_CHECKING:
+    from kvtier.client import Client
+    from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnector
+
+# How long an engine that is shut down waits for what it has computed to reach kvtier.
+OFFLOAD_SECONDS_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedEngine:
+    """An engine and its connector; the client stays the caller's."""
+
+    engine: Engine
+    spec: NamespaceSpec
+    client: Client
+    scheduler: SchedulerConnector
+    worker: WorkerConnector
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        """Whether the daemon has opened the namespace by then; the engine runs in any case."""
+        if not self.client.wait_connected(timeout_seconds):
+            return False
+        namespace = self.client.open_namespace(self.spec)
+        return self.client.wait_namespace(namespace, timeout_seconds)
+
+
+@contextmanager
+def connected_engine(
+    model: LlamaModel,
+    config: EngineConfig,
+    client: Client,
+    *,
+    salt: str = "",
+    settings: ConnectorSettings | None = None,
+) -> Iterator[ConnectedEngine]:
+    """An engine that offloads to and onboards from the client's daemon, whenever there is one."""
+    from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnector
+
+    # This scheduler keeps a preempted request's blocks until copies let them go.
+    settings = replace(settings or ConnectorSettings(), holds_preempted_blocks=True)
+    spec = namespace_spec(model, config, salt=salt)
+    kv_cache = make_kv_cache(model, config)
+    scheduler = SchedulerConnector(client, spec, settings=settings)
+    worker = WorkerConnector(client, spec, HostBlockCopier(kv_cache), settings=settings)
+    engine = Engine(model, config, EngineConnector(scheduler, worker), kv_cache=kv_cache)
+    try:
+        yield ConnectedEngine(engine, spec, client, scheduler, worker)
+        engine.wait_offloads(OFFLOAD_SECONDS_MAX)
+    finally:
+        worker.close()
+        scheduler.close()

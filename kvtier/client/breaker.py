@@ -38,6 +38,10 @@ _S, _E = BreakerState, BreakerEvent
 BREAKER_TRANSITIONS: Mapping[tuple[BreakerState, BreakerEvent], BreakerState] = {
     (_S.ABSENT, _E.SESSION_OPENED): _S.OPEN,
     (_S.ABSENT, _E.SESSION_LOST): _S.ABSENT,
+    # Reports of calls that were under way when the session was lost.
+    (_S.ABSENT, _E.ANSWERED): _S.ABSENT,
+    (_S.ABSENT, _E.UNANSWERED): _S.ABSENT,
+    (_S.ABSENT, _E.EFFECT_UNKNOWN): _S.ABSENT,
     (_S.OPEN, _E.ANSWERED): _S.CLOSED,
     (_S.OPEN, _E.UNANSWERED): _S.OPEN,
     (_S.OPEN, _E.EFFECT_UNKNOWN): _S.SUSPECT,

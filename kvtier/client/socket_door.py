@@ -235,6 +235,9 @@ class SocketDoor:
             self._link.fall_back_to_values(reason)
             return
         assert self._current is not None
+        namespace = self._link.namespace_with_id(offer.namespace_id)
+        if namespace is None or offer.slot_bytes < namespace.spec.shard_bytes:
+            raise BadFrame(f"slab {offer.slab_id} has slots of {offer.slot_bytes} bytes")
         try:
             self._link.arenas.add(offer, packet.fds[0], self._current)
         except OSError as error:

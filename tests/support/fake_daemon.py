@@ -1,21 +1,19 @@
 """A daemon small enough to be scripted: real sockets, real gRPC, real memfds, no promises.
 
-It keeps to the protocol as long as its script says so, and writes down what clients sent. Run as a
-module it is a process of its own, which tests may stop and kill.
+It keeps to the protocol as long as its script says so, and writes down what clients sent. What the
+real daemon can be made to do is tested against that one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -373,19 +371,3 @@ class _Servicer(kvtier_pb2_grpc.KVTierServicer):
         while context.is_active() and request.token in self._daemon.tokens:
             if self._daemon.released.wait(0.02):
                 return
-
-
-def main(directory: str, script: str) -> None:
-    daemon = FakeDaemon(Path(directory), Script(**json.loads(script)))
-    sys.stdout.write("READY\n")
-    sys.stdout.flush()
-    sys.stdin.read()  # Until the test closes it.
-    daemon.close()
-
-
-def script_text(script: Script) -> str:
-    return json.dumps(asdict(script))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

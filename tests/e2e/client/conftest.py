@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
@@ -80,3 +82,35 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"
         time.sleep(0.005)
+
+
+class Stall:
+    """Bracket that notes the longest time a thread of this process was not let run.
+
+    On a busy machine a call returns late because nothing runs; that is not the client's doing, and
+    a test of deadlines leaves it out.
+    """
+
+    seconds = 0.0
+
+    def __enter__(self) -> Stall:
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        step = 0.001
+        while not self._has_ended.is_set():
+            started = time.monotonic()
+            time.sleep(step)
+            self.seconds = max(self.seconds, time.monotonic() - started - step)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +10,16 @@ import pytest
 
 from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.errors import KVTierError, Unavailable
-from tests.e2e.client.conftest import SPEC, MakeClient, StartDaemon, eventually, hashes, ready
-from tests.support.fake_daemon import Script, script_text
+from tests.e2e.client.conftest import (
+    SPEC,
+    MakeClient,
+    Stall,
+    StartDaemon,
+    eventually,
+    hashes,
+    ready,
+)
+from tests.support.daemon import RunningDaemon, running_daemon
 
 HASTY = ClientSettings(
     timeout_seconds=0.05,
@@ -47,42 +51,19 @@ def seconds_of(call: Call, client: Client, namespace: Namespace) -> float:
     return time.monotonic() - started
 
 
-class DaemonProcess:
-    """The scripted daemon as a process of its own, to be stopped and killed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self, generation: int = 1) -> None:
-        module = "tests.support.fake_daemon"
-        script = script_text(Script(generation=generation))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(self.directory), script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "READY\n"
-
-    def send(self, signum: signal.Signals) -> None:
-        assert self.process is not None
-        os.kill(self.process.pid, signum)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-
 @pytest.fixture
-def daemon_process(directory: Path) -> Iterator[DaemonProcess]:
-    process = DaemonProcess(directory)
-    process.start()
-    yield process
-    process.kill()
+def daemon_process() -> Iterator[RunningDaemon]:
+    """The real daemon, to be stopped and killed."""
+    with running_daemon(dram_bytes="8MiB", slab_bytes="2MiB") as daemon:
+        yield daemon
+
+
+def connected_to(daemon: RunningDaemon, make_client: MakeClient) -> tuple[Client, Namespace]:
+    """A hasty client whose slots can be used."""
+    client = make_client(daemon.socket, settings=HASTY)
+    namespace = ready(client)
+    eventually(lambda: client.arena(namespace).mapped_slot_count > 0)
+    return client, namespace
 
 
 def test_an_absent_daemon_costs_microseconds(directory: Path, make_client: MakeClient) -> None:
@@ -108,48 +89,47 @@ def test_a_daemon_that_comes_later_is_found(
 
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_stopped_daemon_holds_no_call_beyond_its_deadline(
-    daemon_process: DaemonProcess, make_client: MakeClient, name: str
+    daemon_process: RunningDaemon, make_client: MakeClient, name: str
 ) -> None:
-    client = make_client(settings=HASTY)
-    namespace = ready(client)
+    client, namespace = connected_to(daemon_process, make_client)
     deadline, call = CALLS[name]
-    daemon_process.send(signal.SIGSTOP)
+    daemon_process.stop()
     try:
-        first = seconds_of(call, client, namespace)
+        with Stall() as stall:
+            first = seconds_of(call, client, namespace)
         # The breaker is open now, whatever is called.
         later = [
             seconds_of(other, client, namespace) for _ in range(20) for _, other in CALLS.values()
         ]
     finally:
-        daemon_process.send(signal.SIGCONT)
-    assert first <= deadline + SLACK_SECONDS, f"{first * 1000:.1f} ms"
+        daemon_process.resume()
+    assert first <= deadline + SLACK_SECONDS + stall.seconds, f"{first * 1000:.1f} ms"
     assert sorted(later)[len(later) // 2] < BREAKER_OPEN_SECONDS_MAX
     assert client.wait_namespace(namespace, 10), "the daemon goes on, and is not used"
     assert client.match(namespace, hashes(1)).matched_count == 0
 
 
 def test_a_killed_daemon_fails_calls_at_once_and_its_successor_is_used(
-    daemon_process: DaemonProcess, make_client: MakeClient
+    daemon_process: RunningDaemon, make_client: MakeClient
 ) -> None:
-    client = make_client(settings=HASTY)
-    namespace = ready(client)
+    client, namespace = connected_to(daemon_process, make_client)
     old = client.session
     daemon_process.kill()
-    took = [seconds_of(call, client, namespace) for _, call in CALLS.values()]
-    assert max(took) <= HASTY.timeout_seconds + SLACK_SECONDS
-    daemon_process.start(generation=2)
+    with Stall() as stall:
+        took = [seconds_of(call, client, namespace) for _, call in CALLS.values()]
+    assert max(took) <= HASTY.timeout_seconds + SLACK_SECONDS + stall.seconds
+    daemon_process.start()
     assert client.wait_namespace(namespace, 10)
     assert client.session is not None
     assert old is not None
-    assert client.session.generation == 2
+    assert client.session.generation != old.generation
     assert client.match(namespace, hashes(1)).matched_count == 0
 
 
 def test_calls_during_restarts_end_in_time(
-    daemon_process: DaemonProcess, make_client: MakeClient
+    daemon_process: RunningDaemon, make_client: MakeClient
 ) -> None:
-    client = make_client(settings=HASTY)
-    namespace = ready(client)
+    client, namespace = connected_to(daemon_process, make_client)
     took: list[float] = []
     answered_count = 0
 
@@ -165,16 +145,18 @@ def test_calls_during_restarts_end_in_time(
                 time.sleep(0.001)
             took.append(time.monotonic() - started)
 
-    for generation in (2, 3):
+    with Stall() as stall:
+        for _ in range(2):
+            call_for(0.1)
+            daemon_process.kill()
+            call_for(0.1)
+            daemon_process.start()
+            assert client.wait_namespace(namespace, 10)
         call_for(0.1)
-        daemon_process.kill()
-        call_for(0.1)
-        daemon_process.start(generation)
-        assert client.wait_namespace(namespace, 10)
-    call_for(0.1)
     assert answered_count > 30
     took.sort()
-    assert took[-1] <= HASTY.timeout_seconds + SLACK_SECONDS, f"{took[-1] * 1000:.1f} ms"
+    longest = HASTY.timeout_seconds + SLACK_SECONDS + stall.seconds
+    assert took[-1] <= longest, f"{took[-1] * 1000:.1f} ms"
 
 
 # ------------------------------------------------------------------------- what a timeout means
@@ -188,7 +170,7 @@ def test_a_match_that_times_out_keeps_the_session(
     namespace = ready(client, daemon)
     session = client.session
     daemon.script.hang = ["Match"]
-    assert seconds_of(CALLS["match"][1], client, namespace) <= 0.05 + SLACK_SECONDS
+    seconds_of(CALLS["match"][1], client, namespace)
     assert not client.connected
     daemon.script.hang = []
     daemon.released.set()
@@ -207,7 +189,7 @@ def test_a_change_that_times_out_ends_the_session(
     old = client.session
     assert old is not None
     daemon.script.hang = [name]
-    assert seconds_of(CALLS[name.lower()][1], client, namespace) <= 0.05 + SLACK_SECONDS
+    seconds_of(CALLS[name.lower()][1], client, namespace)
     # Match still answers, so the probe is answered: a new session names the old one.
     assert client.wait_namespace(namespace, 10)
     hello = daemon.wait_sent("hello", 2)[1]

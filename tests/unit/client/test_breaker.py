@@ -38,24 +38,20 @@ class BreakerMachine(RuleBasedStateMachine):
         self.move(BreakerEvent.SESSION_OPENED)
         self.has_session, self.is_tainted, self.has_answered = True, False, False
 
-    @rule()
+    @rule()  # What is reported late, after the session was lost, must change nothing.
     def lose_session(self) -> None:
         self.move(BreakerEvent.SESSION_LOST)
         self.has_session = False
 
     @rule()
     def answer_probe(self) -> None:
-        if not self.has_session:
-            return
         self.move(BreakerEvent.ANSWERED)
         if self.is_tainted:
             self.has_session = False  # It must be replaced.
-        self.has_answered = True
+        self.has_answered = True  # Of no use without a session.
 
     @rule(changes_state=st.booleans())
     def miss_an_answer(self, changes_state: bool) -> None:
-        if not self.has_session:
-            return
         self.move(BreakerEvent.EFFECT_UNKNOWN if changes_state else BreakerEvent.UNANSWERED)
         self.has_answered = False
         self.is_tainted |= changes_state

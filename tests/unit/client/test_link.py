@@ -110,6 +110,16 @@ def test_a_late_failure_of_an_older_session_changes_nothing(link: Link) -> None:
     assert link.session is new
 
 
+def test_reports_of_several_calls_of_a_lost_session_are_taken(link: Link) -> None:
+    session = session_of(1)
+    connect(link, session)
+    link.failed(session, False, grpc.StatusCode.UNAUTHENTICATED, "Unauthenticated: who")
+    link.failed(session, False, *TIMED_OUT)
+    link.failed(session, True, *TIMED_OUT)
+    link.probe_answered(session)
+    assert link.session is None
+
+
 def test_a_namespace_of_the_last_session_is_not_used_in_the_next(link: Link) -> None:
     old, new = session_of(1), session_of(2)
     connect(link, old)

@@ -77,7 +77,10 @@ def close_all(fds: Sequence[int]) -> None:
 def descriptor_shortage() -> str | None:
     """A clear message when this process cannot receive a full message of descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_count = len(os.listdir("/proc/self/fd"))
+    try:
+        open_count = len(os.listdir("/proc/self/fd"))
+    except OSError:  # Not even one is left to look at them.
+        open_count = limit
     if limit == resource.RLIM_INFINITY or open_count + FDS_PER_MESSAGE_MAX <= limit:
         return None
     return (

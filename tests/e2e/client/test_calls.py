@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 import threading
 
 import pytest
@@ -200,6 +202,28 @@ def test_without_descriptors_blocks_travel_by_value(
     daemon.wait_sent("hello", 2)
     eventually(lambda: client.connected and client.by_value)
     assert len(_warnings(caplog)) == 1
+
+
+def test_a_process_out_of_descriptors_is_told_which_limit_to_raise(
+    start_daemon: StartDaemon, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = start_daemon()
+    client = make_client()
+    ready(client, daemon)
+    offer = pb.SlabOffered(namespace_id=7, slab_id=6, slot_bytes=1 << 17, slab_bytes=2 << 20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        daemon.send(pb.DaemonFrame(slab_offered=offer), (daemon.slab_fd,))
+        eventually(lambda: client.by_value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    [warning] = _warnings(caplog)
+    assert "RLIMIT_NOFILE" in warning
+    assert "ulimit -n" in warning
+    assert len(daemon.sent("slab_mapped")) == 1
 
 
 def test_a_tcp_address_works_by_value(

@@ -79,11 +79,15 @@ class AdminServer:
         return self._reporter.metrics_text()
 
     def _health(self) -> Answer:
-        age = self._clock.now() - self._core.ticked_at
-        if age > TICK_AGE_SECONDS_MAX:
-            text = f"the event loop has not ticked for {age:.1f} s\n"
-            return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, text.encode()
-        return HTTPStatus.OK, TEXT, b"ok\n"
+        return health_of(self._clock.now() - self._core.ticked_at)
+
+
+def health_of(tick_age_seconds: float) -> Answer:
+    """What /healthz says when the loop ticked this long ago."""
+    if tick_age_seconds > TICK_AGE_SECONDS_MAX:
+        text = f"the event loop has not ticked for {tick_age_seconds:.1f} s\n"
+        return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, text.encode()
+    return HTTPStatus.OK, TEXT, b"ok\n"
 
 
 class _Server(http.server.HTTPServer):

@@ -155,6 +155,8 @@ class Daemon:
                 break
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         log.info("drained", extra={"held": self._held_count()})
+        # While the TaskGroup still works off what calls have begun.
+        await self._parts.grpc.stop(GRPC_GRACE_SECONDS)
 
     def _held_count(self) -> int:
         stats = self._parts.core.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import cast
 
@@ -32,6 +33,7 @@ from kvtier.types import (
     NamespaceId,
     PackedHashes,
     SessionId,
+    TierName,
 )
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
@@ -118,14 +120,14 @@ class EngineCalls:
             raise BadRequest(f"skip_count is {request.skip_count} of {len(hashes)} hashes")
         deadline = request.deadline_ns / 1e9
         if deadline <= self._clock.now():
+            self._note_acquire(len(hashes), Cut.DEADLINE, ())
             await send(self._late(namespace, request))
             return
         event = ev.Acquire(caller.session, namespace.id, hashes, deadline, request.skip_count)
         undo = partial(self._release_unsent, caller.session)
         granted = await self._core.run(event, if_abandoned=undo)
         assert isinstance(granted, ins.LeaseGranted), "Acquire has one kind of reply"
-        self._metrics.note_blocks("acquire", len(hashes), granted.tiers)
-        self._metrics.acquire_cuts.labels(granted.cut.name.lower()).inc()
+        self._note_acquire(len(hashes), granted.cut, granted.tiers)
         ready = pb.AcquireReady(
             lease_id=granted.lease or 0,
             leased_count=granted.leased_count,
@@ -211,6 +213,12 @@ class EngineCalls:
         packed = request.hashes
         check_packed(packed, namespace.spec.hash_bytes)
         return namespace, PackedHashes(packed, namespace.spec.hash_bytes)
+
+    def _note_acquire(
+        self, asked_count: int, cut: Cut, tiers: Iterable[tuple[TierName, int]]
+    ) -> None:
+        self._metrics.note_blocks("acquire", asked_count, tiers)
+        self._metrics.acquire_cuts.labels(cut.name.lower()).inc()
 
     def _late(self, namespace: OpenedNamespace, request: pb.AcquireRequest) -> pb.AcquireResponse:
         ready = pb.AcquireReady(

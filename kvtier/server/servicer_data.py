@@ -148,7 +148,8 @@ class DataCalls:
 
     async def _reserve_one(self, put: _Put) -> None:
         """A slot for the block that begins, or none if there is no room."""
-        deadline = self._clock.now() + SLOT_SECONDS_MAX
+        # One that waited in vain is enough: a put into a full pool must not take minutes.
+        deadline = self._clock.now() + (0.0 if put.no_room_count else SLOT_SECONDS_MAX)
         while True:  # Ends at the deadline.
             reply = await self._core.run(
                 ev.Reserve(DAEMON_SESSION, put.namespace.id, 1),

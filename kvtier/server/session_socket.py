@@ -32,6 +32,7 @@ from kvtier.version import VERSION
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
+ACCEPT_PAUSE_SECONDS = 0.5
 # A client that sends garbage is told what is wrong, but not for ever.
 BAD_FRAMES_MAX = 8
 
@@ -85,8 +86,7 @@ class SessionSocket:
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         assert self._listener is not None, "listen comes first"
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._listener.fileno(), self._accept, tasks, loop)
+        self._resume(tasks, asyncio.get_running_loop())
 
     def close(self) -> None:
         """Stop accepting; conversations go on until their tasks are cancelled."""
@@ -101,9 +101,21 @@ class SessionSocket:
         assert self._listener is not None, "accepting on a closed listener"
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # Gone again, or out of descriptors: the next one tries again.
+        except BlockingIOError:
+            return  # Gone again.
+        except OSError as error:
+            # Out of descriptors or memory: the connection stays in the backlog, and asking for it
+            # again at once would keep the loop busy.
+            log.warning("cannot accept", extra={"reason": error.strerror})
+            fd = self._listener.fileno()
+            loop.remove_reader(fd)
+            loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume, tasks, loop)
+            return
         tasks.create_task(self._serve(Link(connection, loop)))
+
+    def _resume(self, tasks: asyncio.TaskGroup, loop: asyncio.AbstractEventLoop) -> None:
+        if self._listener is not None:
+            loop.add_reader(self._listener.fileno(), self._accept, tasks, loop)
 
     async def _serve(self, link: Link) -> None:
         record: SessionRecord | None = None

@@ -304,6 +304,25 @@ def test_put_that_is_cut_off_holds_no_slot(daemon: RunningDaemon, engine: Engine
     assert engine.matched_count(chain(1)) == 0
 
 
+def test_put_that_a_clear_overtakes_ends_void(daemon: RunningDaemon, engine: Engine) -> None:
+    first, *rest = put_pieces(engine, chain(1))
+    cleared = threading.Event()
+
+    def pieces() -> Iterator[pb.PutRequest]:
+        yield first
+        cleared.wait(10)
+        yield from rest
+
+    call = engine.stub.Put.future(pieces())
+    wait_until(lambda: reserved_count(daemon) == 1)
+    engine.stub.Clear(pb.ClearRequest(**engine.names), timeout=5)
+    cleared.set()
+    answer = call.result(timeout=10)
+    assert (answer.ready_count, answer.refused_count) == (0, 1)
+    assert engine.matched_count(chain(1)) == 0
+    assert reserved_count(daemon) == 0
+
+
 def test_greet_session_works_by_value_and_may_hold_nothing(daemon: RunningDaemon) -> None:
     with RawCalls(daemon.ready["tcp"]) as stub:
         greeted = stub.Greet(

@@ -133,10 +133,10 @@ class ConnectorMachine(RuleBasedStateMachine):
         """A request on a good day, as far as its planning; what follows is up to other rules."""
         self.arrive(path)
         request = self.requests[f"r{self.count}"]
-        for _ in range(3):
+        for grown_count in range(3):  # Its own prefix grows while it waits.
             if request.phase == "waiting":
                 self.rig.control.step()
-                self.try_to_start(request, local_count, 0)
+                self.try_to_start(request, local_count + grown_count, 0)
         if request.phase == "running":
             self.grow(request, len(request.chain))
         for _ in range(step_count):
@@ -150,8 +150,10 @@ class ConnectorMachine(RuleBasedStateMachine):
         request = self.requests[f"r{self.count}"]
         for _ in range(2):
             self.apply(self.rig.step())
-        self.rig.clock.advance(1.0)  # No onboard: it computes for itself.
-        self.try_to_start(request, 0, 0)
+        for _ in range(3):
+            if request.phase == "waiting":
+                self.rig.control.step()
+                self.try_to_start(request, 0, 0)
         if request.phase != "running":
             return
         self.grow(request, len(path) // 2)
@@ -336,7 +338,7 @@ class UnheldConnectorMachine(ConnectorMachine):
 
 
 PROFILE = settings(
-    max_examples=60,
+    max_examples=80,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

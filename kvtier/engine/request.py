@@ -67,7 +67,7 @@ class RequestResult:
     seconds: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """What the scheduler knows; `token_ids` are the prompt and what was generated so far."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import kvtier.engine  # noqa: F401 - before torch, see there
+
+# isort: split
 import pytest
 import torch
 

@@ -172,6 +172,10 @@ class BlockManager:
         return self._end_process(event.session, now, dead=False)
 
     def _on_session_quiet(self, event: ev.SessionQuiet, now: float) -> list[ins.Instruction]:
+        session, about = self._engines.get(event.session), self._engines.get(event.about)
+        if session and about and about.process is session.process and not about.live:
+            # Its new session maps slabs anew; under the old one it touches nothing any more.
+            self._ledger.unmap_session(event.about)
         self._engines.declare_quiet(event.session, event.about)
         self._finish_quarantines(now)
         return [

@@ -36,6 +36,7 @@ class Process:
     maps_slots: bool
     state: ProcessState = ProcessState.LIVE
     current: SessionId | None = None
+    harmless_at: float = 0.0  # When DMA of a dead process has ended too.
 
     @property
     def may_touch_slots(self) -> bool:
@@ -177,7 +178,8 @@ class EngineTable:
                 process.state = ProcessState.LOST
         processes = self._processes[found.engine]
         waiting = {first: one for first, one in processes.items() if one.may_touch_slots}
-        self._quarantines[session] = Quarantine(session, found.engine, waiting, now)
+        ready_at = max([now, *(one.harmless_at for one in processes.values())])
+        self._quarantines[session] = Quarantine(session, found.engine, waiting, ready_at)
         return self.ask_again()
 
     def end_process(self, session: SessionId, now: float, *, dead: bool) -> list[QuietAsked]:
@@ -187,6 +189,8 @@ class EngineTable:
             return []
         process = found.process
         process.state = ProcessState.DEAD if dead else ProcessState.ENDED
+        if dead and process.maps_slots:
+            process.harmless_at = now + self._grace_seconds
         asked: list[QuietAsked] = []
         for other in self._sessions.values():
             if other.process is process and other.live:
@@ -194,8 +198,7 @@ class EngineTable:
         for one in self._quarantines.values():
             if one.engine == found.engine:
                 one.waiting.pop(process.first_session, None)
-                if dead and process.maps_slots:
-                    one.ready_at = max(one.ready_at, now + self._grace_seconds)
+                one.ready_at = max(one.ready_at, process.harmless_at)
         return asked
 
     def ask_again(self) -> list[QuietAsked]:

@@ -1,0 +1,115 @@
+"""What every eviction policy promises, whatever its order is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from kvtier.policy.eviction import Evictable, EvictionPolicy
+
+
+def rows_of(*rows: int) -> np.ndarray:
+    return np.array(rows, dtype=np.int32)
+
+
+class EvictionPolicyContract(ABC):
+    """`chain` inserts blocks that follow one another, as the block manager does."""
+
+    @abstractmethod
+    def make_policy(self) -> EvictionPolicy: ...
+
+    @pytest.fixture
+    def policy(self) -> EvictionPolicy:
+        return self.make_policy()
+
+    def chain(self, policy: EvictionPolicy, *rows: int, now: float) -> None:
+        policy.on_insert(rows_of(*rows), now)
+        policy.on_leaf(rows[-1])
+
+    def nominated(
+        self,
+        policy: EvictionPolicy,
+        count: int,
+        *,
+        held: Iterable[int] = (),
+        inner: Iterable[int] = (),
+    ) -> list[int]:
+        def verdict(row: int) -> Evictable:
+            if row in inner:
+                return Evictable.INNER
+            return Evictable.HELD if row in held else Evictable.YES
+
+        return list(policy.nominate(count, verdict))
+
+    def test_nothing_is_nominated_of_nothing(self, policy: EvictionPolicy) -> None:
+        assert self.nominated(policy, 5) == []
+
+    def test_only_leaves_are_nominated(self, policy: EvictionPolicy) -> None:
+        self.chain(policy, 0, 1, 2, now=1.0)
+        assert self.nominated(policy, 5) == [2]
+
+    def test_no_more_than_asked_for_and_none_twice(self, policy: EvictionPolicy) -> None:
+        for row in range(8):
+            self.chain(policy, row, now=float(row))
+        assert len(set(self.nominated(policy, 3))) == 3
+        assert sorted(self.nominated(policy, 99)) == list(range(8))
+
+    def test_nominating_removes_nobody(self, policy: EvictionPolicy) -> None:
+        self.chain(policy, 0, now=1.0)
+        assert self.nominated(policy, 1) == self.nominated(policy, 1) == [0]
+
+    def test_a_held_leaf_is_passed_over_and_remembered(self, policy: EvictionPolicy) -> None:
+        self.chain(policy, 0, now=1.0)
+        self.chain(policy, 1, now=2.0)
+        assert self.nominated(policy, 5, held=[0]) == [1]
+        assert sorted(self.nominated(policy, 5)) == [0, 1]
+
+    def test_an_inner_block_comes_back_when_it_is_a_leaf_again(
+        self, policy: EvictionPolicy
+    ) -> None:
+        self.chain(policy, 0, now=1.0)
+        assert self.nominated(policy, 5, inner=[0]) == []
+        policy.on_leaf(0)
+        assert self.nominated(policy, 5) == [0]
+
+    def test_a_removed_block_is_not_nominated(self, policy: EvictionPolicy) -> None:
+        self.chain(policy, 0, now=1.0)
+        self.chain(policy, 1, now=1.0)
+        policy.on_remove([0])
+        assert self.nominated(policy, 5) == [1]
+
+    def test_a_row_used_again_is_a_new_block(self, policy: EvictionPolicy) -> None:
+        self.chain(policy, 0, now=1.0)
+        policy.on_remove([0])
+        self.chain(policy, 0, 1, now=2.0)
+        assert self.nominated(policy, 5, inner=[0]) == [1]
+        assert self.nominated(policy, 5, inner=[0]) == [1]
+
+    def test_a_parent_made_a_leaf_in_between_is_nominated_in_the_same_round(
+        self, policy: EvictionPolicy
+    ) -> None:
+        self.chain(policy, 0, 1, 2, now=1.0)
+        gone: list[int] = []
+        for row in policy.nominate(3, lambda _: Evictable.YES):
+            gone.append(row)
+            policy.on_remove([row])
+            if row:
+                policy.on_leaf(row - 1)
+        assert gone == [2, 1, 0]
+        assert self.nominated(policy, 5) == []
+
+    def test_a_session_end_harms_no_rule(self, policy: EvictionPolicy) -> None:
+        self.chain(policy, 0, 1, now=1.0)
+        self.chain(policy, 2, now=2.0)
+        assert isinstance(policy.on_session_end(rows_of(0, 1)), bool)
+        assert sorted(self.nominated(policy, 5)) == [1, 2]
+
+    def test_empty_lists_are_no_news(self, policy: EvictionPolicy) -> None:
+        policy.on_insert(rows_of(), 1.0)
+        policy.on_touch(rows_of(), 1.0)
+        policy.on_session_end(rows_of())
+        policy.on_remove([])
+        assert self.nominated(policy, 1) == []

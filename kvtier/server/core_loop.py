@@ -25,6 +25,9 @@ from kvtier.types import NamespaceId, PrefixMatch
 TICK_SECONDS_MAX = 1.0
 TICK_SECONDS_MIN = 0.02  # However many deadlines fall due, no more than 50 ticks a second.
 SLICE_SECONDS_MAX = 0.005
+# A call takes about this many turns of the loop from its bytes to its answer. With one turn between
+# slices a match waited for as many slices of somebody's long chain. An idle turn costs some 10 µs.
+TURNS_BETWEEN_SLICES = 5
 
 
 class Manager(Protocol):
@@ -156,7 +159,8 @@ class CoreLoop:
         rest: Event | None = event
         reply: Reply | None = None
         while rest is not None:  # Ends: the manager works off a bounded part each time.
-            await asyncio.sleep(0)
+            for _ in range(TURNS_BETWEEN_SLICES):
+                await asyncio.sleep(0)
             try:
                 answer, rest = self._step(rest)
             except KVTierError as error:

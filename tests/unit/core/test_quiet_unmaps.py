@@ -25,6 +25,7 @@ def test_a_withdrawn_slab_goes_when_its_mapper_is_quiet_about_the_session_it_map
         ev.SessionOpened(OLD, ENGINE, Role.BOTH, (0,)),
         ev.NamespaceJoined(OLD, NS),
         ev.SlabMapped(OLD, SLAB),
+        ev.SessionOpened(SessionId(3), ENGINE, Role.WORKER, (0,)),  # Is not quiet yet.
         ev.SessionOpened(NEW, ENGINE, Role.BOTH, (0,), replaces=OLD),
         ev.WithdrawSlabSet(SlabSetId(1)),
         ev.SweepVoid(),  # As Continue asks for.

@@ -175,7 +175,8 @@ class Shares:
         if len(slots):
             found.append(ins.WriteReserved(event.namespace, slots, engine))
         found.append(ins.SlotsReserved(slots, residency.epoch, stock_count_max))
-        return found
+        # A set that was withdrawn to make room is emptied after the answer.
+        return sorted(found, key=lambda one: isinstance(one, ins.Continue))
 
     def keep_watermarks(self) -> list[ins.Instruction]:
         """Evict ahead of need where a namespace is above its start mark."""

@@ -7,7 +7,7 @@ itself quiet, reads before the deadline of a lease.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core import events as ev
@@ -288,7 +288,13 @@ class FakeEngine:
     # --------------------------------------------------------------------------------- onboard
 
     def acquire(
-        self, namespace: NamespaceId, hashes: Sequence[BlockHash], *, seconds: float, skip: int = 0
+        self,
+        namespace: NamespaceId,
+        hashes: Sequence[BlockHash],
+        *,
+        seconds: float,
+        skip: int = 0,
+        on_granted: Callable[[ins.LeaseGranted], None] | None = None,
     ) -> None:
         session = self.scheduler.session
         if session is None:
@@ -297,8 +303,11 @@ class FakeEngine:
         self.tally.asked_count += len(hashes)
 
         def granted(outcome: Outcome) -> None:
-            if isinstance(outcome, KVTierError) or not isinstance(outcome, ins.LeaseGranted):
+            if isinstance(outcome, KVTierError):
                 return
+            assert isinstance(outcome, ins.LeaseGranted)
+            if on_granted is not None:
+                on_granted(outcome)
             if outcome.lease is None:
                 return
             slots = outcome.slots.tolist()

@@ -23,6 +23,7 @@ class SteppedControl:
         self._background: deque[Callable[[], Note]] = deque()
         self._inbox: deque[Note] = deque()
         self.is_closed = False
+        self.is_eager = False  # Make each call at once, as a thread that is very quick would.
 
     @property
     def queued_count(self) -> int:
@@ -39,6 +40,8 @@ class SteppedControl:
             return lambda: on_answer(answer)
 
         (self._urgent if urgent else self._background).append(run)
+        if self.is_eager:
+            self.step()
         return True
 
     def step(self, count: int = 1_000_000) -> int:

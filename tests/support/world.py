@@ -29,7 +29,7 @@ from kvtier.types import (
     SlabSetId,
 )
 
-HASH_BYTES = 16
+HASH_BYTES = 32
 Outcome = ins.Reply | KVTierError
 OnOutcome = Callable[[Outcome], None]
 

@@ -401,4 +401,4 @@ def test_the_daemon_itself_puts_and_gets_without_a_mapping(story: Story) -> None
 
 def test_match_refuses_bytes_that_are_no_whole_hashes(story: Story) -> None:
     with pytest.raises(BadRequest):
-        story.world.manager.match_packed(NS, b"x" * 17)
+        story.world.manager.match_packed(NS, b"x" * 33)

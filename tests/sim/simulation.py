@@ -1,0 +1,278 @@
+"""Level 1 of simulation: the core alone, in virtual time, with engines that fail.
+
+A heap of (time, action). Engines serve conversations: acquire what is resident, read it for a
+while, offload the rest with copies that take time, commit. One seed decides everything: arrivals,
+latencies, which slice of which event comes next, and the faults.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.manager import BlockManager
+from kvtier.core.settings import ManagerConfig
+from kvtier.types import BlockHash, Cut, NamespaceId
+from tests.support.fake_engine import FakeEngine, Held, Offload, Process
+from tests.support.world import World, chain, slots_of
+
+SLOT_BYTES = 4096
+SECONDS = 40.0
+REQUEST_SECONDS = 0.35  # Mean time between two requests of one engine.
+FAULT_SECONDS = 1.5  # Mean time between two faults.
+CHECKED_STEPS = 25  # All invariants are checked every so many steps.
+LEASE_SECONDS = 4.0
+HIT_RATIO_MIN = 0.95
+EXPECTED_BLOCKS_MIN = 300
+
+CONFIG = ManagerConfig(
+    slab_bytes=32 * SLOT_BYTES,
+    slab_count_max=8,
+    stock_divisor=1,
+    slice_blocks=4,
+    evict_slice_blocks=4,
+    idle_seconds=20.0,
+    growth_wait_seconds=1.0,
+)
+ONE_SHARD = NamespaceId(1)
+RIVAL = NamespaceId(2)
+TWO_SHARDS = NamespaceId(3)
+
+
+@dataclass
+class Hits:
+    """What an acquire should have found, by what watchers were told, and what it found."""
+
+    expected_count: int = 0
+    leased_count: int = 0
+    cut_count: int = 0  # Acquires that ended for another reason than a miss.
+
+
+class Simulation:
+    """`run` until the time is over, then see everybody off and look for leaks."""
+
+    def __init__(
+        self, seed: int, make_manager: Callable[[ManagerConfig], BlockManager] | None = None
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.world = World(CONFIG, make_manager=make_manager)
+        self.hits = Hits()
+        self.step_count = 0
+        self.conversations = {
+            one: [self._new_path() for _ in range(12)] for one in (ONE_SHARD, RIVAL, TWO_SHARDS)
+        }
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._engine_count = 0
+        self.engines: list[FakeEngine] = []
+        for namespace in (ONE_SHARD, RIVAL):
+            self.world.open_namespace(namespace, slot_bytes=SLOT_BYTES)
+        self.world.open_namespace(TWO_SHARDS, slot_bytes=SLOT_BYTES, shard_count=2)
+        for _ in range(CONFIG.slab_count_max):
+            self.later(1.0, self.world.populate_slab)
+        for shard_count, together in ((1, True), (1, False), (2, False)):
+            self._start_engine(shard_count, together)
+        self.later(FAULT_SECONDS, self._fault)
+        self.later(0.5, self._tick)
+
+    def run(self) -> Hits:
+        while self._agenda and self.world.now < SECONDS:
+            self._step()
+        self._finish()
+        return self.hits
+
+    def later(self, seconds_mean: float, action: Callable[[], None]) -> None:
+        due = self.world.now + self.chance.expovariate(1.0 / seconds_mean)
+        self.step_count += 1
+        heapq.heappush(self._agenda, (due, self.step_count, action))
+
+    # ----------------------------------------------------------------------------------- steps
+
+    def _step(self) -> None:
+        due, number, action = heapq.heappop(self._agenda)
+        self.world.now = max(self.world.now, due)
+        action()
+        for engine in self.engines:
+            engine.run_dma()
+        while self.world.turns and self.chance.random() < 0.7:
+            self.world.turn(self.chance.randrange(64))
+        while self.world.checksums and self.chance.random() < 0.5:
+            self.world.compute_checksums(self.chance.randrange(64))
+        if number % CHECKED_STEPS == 0:
+            namespace = self.chance.choice(list(self.conversations))
+            self.world.check([chain(path) for path in self.conversations[namespace][:4]])
+
+    def _tick(self) -> None:
+        self.world.run_quietly(ev.Tick())
+        self.later(0.5, self._tick)
+
+    def _mail(self, engine: FakeEngine, process: Process) -> None:
+        """Processes read what the daemon asks of them sooner or later, as long as they live."""
+        if process.alive and engine in self.engines:
+            for _ in range(3):
+                engine.read_mail(process)
+            if self.chance.random() < 0.3:
+                engine.declare_own_quiet(process)
+            self.later(0.2, lambda: self._mail(engine, process))
+
+    def _request(self, engine: FakeEngine) -> None:
+        """A turn of a conversation: onboard what is there, compute and offload the rest."""
+        if engine not in self.engines:
+            return
+        self.later(REQUEST_SECONDS, lambda: self._request(engine))
+        namespace = self._namespace_of(engine)
+        paths = self.conversations[namespace]
+        number = min(int(self.chance.expovariate(0.3)), len(paths) - 1)
+        if len(paths[number]) > 24:
+            paths[number] = self._new_path()
+        paths[number] += self.chance.choice("abc") * self.chance.randint(1, 3)
+        hashes = chain(paths[number])
+        self._onboard(engine, namespace, hashes)
+        engine.reserve(namespace, len(hashes))
+        self.later(0.1, lambda: self._offload(engine, namespace, hashes))
+
+    def _onboard(self, engine: FakeEngine, namespace: NamespaceId, hashes: list[BlockHash]) -> None:
+        before = list(engine.leases)
+        if engine.scheduler.session is None or self.world.turns:
+            return
+        expected = self.world.told_count(namespace, hashes)
+        outcomes: list[ins.LeaseGranted] = []
+        engine.acquire(namespace, hashes, seconds=LEASE_SECONDS, on_granted=outcomes.append)
+        self.world.finish_turns()
+        for granted in outcomes:
+            if granted.cut in (Cut.NONE, Cut.MISS):
+                self.hits.expected_count += expected
+                self.hits.leased_count += granted.leased_count
+            else:
+                self.hits.cut_count += 1
+        for held in engine.leases:
+            if held not in before:
+                self.later(0.3, lambda held=held: self._read(engine, held))
+                self.later(LEASE_SECONDS / 2, lambda held=held: self._release(engine, held))
+
+    def _read(self, engine: FakeEngine, held: Held) -> None:
+        """Also after the lease has ended in the books of its scheduler: a worker may be late."""
+        if held in engine.leases:
+            engine.read(held)
+            self.later(0.5, lambda: self._read(engine, held))
+
+    def _release(self, engine: FakeEngine, held: Held) -> None:
+        if held in engine.leases and self.chance.random() < 0.8:  # Else it stalls: expires.
+            engine.release(held)
+
+    def _offload(self, engine: FakeEngine, namespace: NamespaceId, hashes: list[BlockHash]) -> None:
+        before = list(engine.offloads)
+        engine.offload(namespace, hashes)
+        for copy in engine.copies:
+            stalled = self.chance.random() < 0.02
+            self.later(8.0 if stalled else 0.1, lambda copy=copy: self._copy(engine, copy))
+        for one in engine.offloads:
+            if one not in before:
+                self.later(0.3, lambda one=one: self._commit(engine, one))
+
+    def _copy(self, engine: FakeEngine, copy: object) -> None:
+        for one in engine.copies:
+            if one is copy:
+                engine.run_copy(one)
+                return
+
+    def _commit(self, engine: FakeEngine, offload: Offload) -> None:
+        if offload in engine.offloads:
+            engine.commit(offload)
+            if offload in engine.offloads:  # Its copies are not done.
+                self.later(0.3, lambda: self._commit(engine, offload))
+
+    # ---------------------------------------------------------------------------------- faults
+
+    def _fault(self) -> None:
+        self.later(FAULT_SECONDS, self._fault)
+        engine = self.chance.choice(self.engines)
+        process = self.chance.choice(engine.processes)
+        kind = self.chance.choice(
+            ["lose", "lose", "break", "die", "kill all", "bye", "corrupt", "corrupt", "withdraw",
+             "drain", "evict", "hint", "clear"]
+        )  # fmt: skip
+        if kind == "lose":
+            engine.lose(process)
+            self.later(1.0, lambda: engine.connect(process))
+        elif kind == "break":
+            engine.break_unseen(process)
+        elif kind in ("die", "bye", "kill all"):
+            for one in engine.processes if kind == "kill all" else [process]:
+                (engine.say_bye if kind == "bye" else engine.die)(one)
+            self.later(2.0, lambda: self._restart(engine))
+        elif kind == "drain":
+            self.world.run_quietly(ev.DrainStarted())
+            self.later(0.5, lambda: self.world.run_quietly(ev.DrainEnded()))
+        else:
+            self._trouble_blocks(kind)
+
+    def _trouble_blocks(self, kind: str) -> None:
+        world = self.world
+        namespace = self.chance.choice(list(self.conversations))
+        hashes = chain(self.chance.choice(self.conversations[namespace]))
+        ready = sorted(world.namespaces[namespace].ready_at)
+        if kind == "corrupt" and ready:
+            slot = self.chance.choice(ready)
+            world.scribble(slot)
+            for engine in self.engines:
+                engine.drop_corrupt(slot)
+            world.run_quietly(ev.SlotsCorrupt(namespace, slots_of([slot])))
+        elif kind == "withdraw" and world.sets:
+            world.run_quietly(ev.WithdrawSlabSet(self.chance.choice(sorted(world.sets))))
+        elif kind == "evict":
+            world.start(ev.Evict(namespace, hashes))
+        elif kind == "hint":
+            world.start(ev.HintSessionEnd(namespace, hashes))
+        elif kind == "clear" and self.chance.random() < 0.5:
+            world.clear(namespace)
+
+    def _restart(self, engine: FakeEngine) -> None:
+        """What is left of the engine dies; a new one takes its place."""
+        if engine not in self.engines:
+            return
+        for process in engine.processes:
+            engine.die(process)
+        self.engines.remove(engine)
+        anew = self._start_engine(len(engine.workers), engine.scheduler in engine.workers)
+        anew.dma = engine.dma
+
+    def _finish(self) -> None:
+        """Everybody dies; after the last grace time nothing may be missing."""
+        for engine in self.engines:
+            for process in engine.processes:
+                engine.die(process)
+        self.world.finish_turns()
+        while self.world.checksums:
+            self.world.compute_checksums(0)
+        self.world.now += 100.0
+        self.world.run(ev.Tick())
+        self.world.check([])
+        self.world.assert_all_free()
+        hits = self.hits
+        assert hits.expected_count >= EXPECTED_BLOCKS_MIN, f"hardly anything to hit: {hits}"
+        assert hits.leased_count >= HIT_RATIO_MIN * hits.expected_count, f"misses: {hits}"
+
+    # --------------------------------------------------------------------------------- helpers
+
+    def _start_engine(self, shard_count: int, together: bool) -> FakeEngine:
+        self._engine_count += 1
+        engine = FakeEngine(
+            self.world, self._engine_count, shard_count=shard_count, together=together
+        )
+        self.engines.append(engine)
+        for process in engine.processes:
+            self.later(0.1, lambda process=process: self._mail(engine, process))
+        self.later(REQUEST_SECONDS, lambda: self._request(engine))
+        return engine
+
+    def _namespace_of(self, engine: FakeEngine) -> NamespaceId:
+        if len(engine.workers) == 2:
+            return TWO_SHARDS
+        return RIVAL if self.chance.random() < 0.3 else ONE_SHARD
+
+    def _new_path(self) -> str:
+        return "".join(self.chance.choice("abc") for _ in range(self.chance.randint(2, 6)))

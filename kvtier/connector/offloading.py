@@ -197,8 +197,9 @@ class Offloader:
             if request.offload_index < len(request.chain) and not request.is_finished:
                 self._pending[request.request_id] = request
 
-        if desk.ask(call, on_answer, urgent=False):
-            request.residency = Residency.ASKED
+        request.residency = Residency.ASKED  # Before asking: the call reads it in its thread.
+        if not desk.ask(call, on_answer, urgent=False):
+            request.residency = Residency.UNKNOWN
 
     def _surprise(self, request: Request) -> None:
         """What was believed of the chain is wrong: ask again, a bounded number of times."""
@@ -233,6 +234,7 @@ class Offloader:
         else:
             desk.stats.offloaded_blocks += len(flight.blocks)
             desk.stats.offloaded_bytes += flight.bytes_count
+            desk.stats.offload_copy_seconds += flight.copy_seconds
             self.moving.copied(flight)
 
     def finish(self, request: Request) -> None:

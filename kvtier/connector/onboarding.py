@@ -123,6 +123,7 @@ class Onboarder:
         if failure is None:
             desk.stats.onboarded_blocks += len(job.slots)
             desk.stats.onboarded_bytes += flight.bytes_count
+            desk.stats.onboard_copy_seconds += flight.copy_seconds
         else:
             desk.stats.onboard_failed_blocks += len(job.slots)
             if failure not in _NOT_THE_BLOCK and flight.life == desk.life:

@@ -135,6 +135,10 @@ class Flight:
     def bytes_count(self) -> int:
         return sum(result.bytes_count for result in self.results.values())
 
+    @property
+    def copy_seconds(self) -> float:
+        return max((result.seconds for result in self.results.values()), default=0.0)
+
 
 @dataclass(slots=True, eq=False)
 class OnboardFlight(Flight):

@@ -26,6 +26,9 @@ class ConnectorStats:
     dropped_blocks: Counter[str] = field(default_factory=Counter)  # By reason.
     onboarded_bytes: int = 0
     offloaded_bytes: int = 0
+    # Copying alone, of the slowest worker of each job: bytes by seconds is the copies' bandwidth.
+    onboard_copy_seconds: float = 0.0
+    offload_copy_seconds: float = 0.0
     call_errors: Counter[str] = field(default_factory=Counter)  # By name of the error.
     hook_count: int = 0
     hook_seconds: float = 0.0

@@ -150,6 +150,17 @@ def test_finished_request_is_released_once_and_its_last_blocks_still_offloaded()
     rig.check_nothing_held()
 
 
+def test_match_made_before_the_hook_returns_is_believed() -> None:
+    rig = Rig()
+    chain = numbered_chain(3)
+    rig.control.is_eager = True
+    begin(rig, "a", chain)
+    rig.step()
+    assert rig.client.calls["match"] == 1
+    assert committed(rig) == chain
+    rig.check()
+
+
 def test_short_stock_offloads_the_head_first_and_the_rest_later() -> None:
     rig = Rig(settings=ConnectorSettings(stock_blocks=2))
     chain = numbered_chain(7)

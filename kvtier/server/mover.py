@@ -32,6 +32,9 @@ CHECKSUM_BATCH_SLOTS = 64
 COPY_THREADS = 2
 # Checksums can wait: the engines' cores come first.
 CHECKSUM_NICENESS = 10
+# The answer to the Commit goes out first, and what follows it at once is summed in the same batch.
+# Beginning at once made a Commit of 64 MiB last 4.9 instead of 1.4 ms on two cores.
+CHECKSUM_DELAY_SECONDS = 0.02
 
 
 class Mover:
@@ -77,6 +80,7 @@ class Mover:
 
     async def _sum_all(self) -> None:
         loop = asyncio.get_running_loop()
+        await asyncio.sleep(CHECKSUM_DELAY_SECONDS)
         while self._waiting:
             asked = self._waiting.popleft()
             for first in range(0, len(asked.slots), CHECKSUM_BATCH_SLOTS):

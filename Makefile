@@ -35,7 +35,7 @@ test: setup ## Every test that needs no GPU and no vLLM, in short form: at most 
 	$(BIN)/python -m pytest -m "not ($(OTHER_GATES))" tests
 
 demo: setup ## Two engines, one daemon: the second answers with the first one's KV.
-	$(BIN)/python -m kvtier.engine.demo
+	$(BIN)/python -m kvtier.demo
 
 torture: setup ## The full forms of crash, fault, soak and fuzz runs; resumable.
 	$(BIN)/python scripts/torture.py

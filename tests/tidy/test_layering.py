@@ -79,6 +79,8 @@ LAYERS: dict[str, Layer] = {
         ),
         ENGINES,
     ),
+    # The demo joins engines and a daemon, each in a process of its own.
+    "demo": Layer((*CONNECTOR, "connector", "engine", "cli", "paths"), ("vllm", "sglang")),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,7 @@ def _spawn(directory: Path, options: Mapping[str, str]) -> subprocess.Popen[str]
         "admin.address": "off",
         **options,
     }
-    command = [sys.executable, "-m", "kvtier.cli.main", "serve"]
+    command = [sys.executable, "-m", "kvtier.cli.tied", str(os.getpid()), "serve"]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     with (directory / "daemon.log").open("w") as log:

@@ -346,14 +346,14 @@ class BlockManager:
             now=now,
         )
         outcomes = event.outcomes + done.outcomes
-        found = self._publish(event, residency, done) if len(done.ready) else []
+        found = self._tell_ready(event, residency, done) if len(done.ready) else []
         if stop < len(event.hashes):
             found.append(ins.Continue(replace(event, done_count=stop, outcomes=outcomes)))
         else:
             found.append(ins.Committed(outcomes, residency.epoch))
         return found
 
-    def _publish(
+    def _tell_ready(
         self, event: ev.Commit, residency: Residency, done: CommittedSlice
     ) -> list[ins.Instruction]:
         """What the shell must know of blocks that became READY."""

@@ -24,11 +24,11 @@ PATHS = ["".join(path) for path in product("ab", repeat=4)]
 CHAINS = [chain(path) for path in PATHS]
 
 CONFIG = ManagerConfig(
-    slab_bytes=6 * SLOT_BYTES,
+    slab_bytes=10 * SLOT_BYTES,
     slab_count_max=6,
     stock_divisor=1,
-    slice_blocks=2,
-    evict_slice_blocks=2,
+    slice_blocks=1,
+    evict_slice_blocks=1,
     idle_seconds=100.0,
     pin_fraction_max=0.7,
 )
@@ -56,8 +56,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ]
         for engine in self.engines:
             self.read_all_mail(engine)
-        for engine, path in product(range(3), ("aaa", "abb")):
+        for engine, path in product(range(3), ("aaa", "aaaa", "abb")):
             self.offload_to_the_end(engine, 0, path)
+        for one in self.engines:  # A manager that never hits would get through all the rest.
+            one.acquire(self.namespace_of(one, 0), chain("aaa"), seconds=1.0)
+            self.world.finish_turns()
+            assert one.tally.hit_count >= 2, "what was offloaded is no hit"
+            one.release(one.leases[0])
 
     # ------------------------------------------------------------------------ blocks and slots
 
@@ -252,5 +257,5 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManager = BlockManagerMachine.TestCase
-TestBlockManager.settings = machine_settings(examples=40, steps=40)
+TestBlockManager.settings = machine_settings(examples=30, steps=40)
 TestBlockManager.pytestmark = [pytest.mark.slow, pytest.mark.full_form]

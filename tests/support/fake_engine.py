@@ -97,6 +97,7 @@ class FakeEngine:
         self.copies: list[CopyOut] = []
         self.dma: list[tuple[float, CopyOut]] = []  # Begun by processes that died: until when.
         self.leases: list[Held] = []
+        world.reserved_watchers.append(self._assert_harmless)
         for process in self.processes:
             self.connect(process)
 
@@ -362,6 +363,16 @@ class FakeEngine:
             for slot in held.blocks
         )
         return copying or reading
+
+    def _assert_harmless(self, slots: list[int]) -> None:
+        """Slots that somebody is given now: nobody here may still read or write them."""
+        now, margin = self.world.now, self.world.config.lease_margin_seconds
+        touched = {one.slot for one in self.copies}
+        touched.update(one.slot for until, one in self.dma if until > now)
+        for held in self.leases:
+            if held.deadline + margin > now:
+                touched.update(held.blocks)
+        assert touched.isdisjoint(slots), f"{touched & set(slots)} were given away too early"
 
     def _assert_mapped(self, slots: Sequence[int]) -> None:
         """Slots are given only where live workers have mapped every shard."""

@@ -86,6 +86,7 @@ class World:
         self.content: dict[tuple[int, int], bytes] = {}  # (slot, shard) -> what it holds.
         self.dropped_slots: set[int] = set()
         self.removed_count = 0
+        self.reserved_watchers: list[Callable[[list[int]], None]] = []
         self._next_slab = 1
         self._next_session = 1
         self._next_epoch = 1
@@ -242,6 +243,9 @@ class World:
                     record.ready_at[slot] = block
                     record.ever_ready.add(block)
             case ins.WriteReserved() | ins.WriteGone():
+                if isinstance(done, ins.WriteReserved):
+                    for watcher in self.reserved_watchers:
+                        watcher(done.slots.tolist())
                 for slot in done.slots.tolist():
                     self.namespaces[done.namespace].ready_at.pop(slot, None)
             case ins.BlocksStored():

@@ -294,6 +294,27 @@ def test_a_lease_is_released_once_and_by_its_engine_only(story: Story) -> None:
     assert story.world.run(release) == ins.LeasesEnded(0)
 
 
+def test_a_lease_outlives_processes_of_its_engine_but_not_all_of_them(story: Story) -> None:
+    story.offload("ab")
+    other = story.new_engine(2, together=False)
+    other.acquire(NS, chain("ab"), seconds=10.0)
+    story.world.finish_turns()
+    other.die(other.scheduler)
+    assert story.world.manager.stats().lease_count == 1
+    other.die(other.workers[0])
+    assert story.world.manager.stats().lease_count == 0
+
+
+def test_a_lease_outlives_its_session_until_deadline_plus_margin(story: Story) -> None:
+    story.offload("ab")
+    story.acquire("ab", seconds=10.0)
+    story.engine.lose(story.engine.scheduler)
+    story.tick(14.9)
+    assert story.world.manager.stats().lease_count == 1
+    story.tick(0.1)
+    assert story.world.manager.stats().lease_count == 0
+
+
 # ------------------------------------------------------------------------------ reserve, evict
 
 

@@ -65,7 +65,11 @@ Runner = Callable[[argparse.Namespace], int]
 def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Runner | None]:
     """The parser with every command's name, but the arguments of the chosen one only."""
     parser = argparse.ArgumentParser(
-        prog="kvtier", description="Keeps the KV cache of LLM engines alive outside GPU memory."
+        prog="kvtier",
+        description="Keeps the KV cache of LLM engines alive outside GPU memory.",
+        epilog="Exit codes: 0; 1 it failed, or something checked is wrong; 2 a mistake in the "
+        "arguments or the configuration; 3 no daemon answers; 130 interrupted. With --json, "
+        "standard output is JSON alone; messages go to standard error.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

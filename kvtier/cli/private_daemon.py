@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from kvtier.cli.interrupts import deferred_interrupts
 from kvtier.errors import Unavailable
 
 TERMINATE_SECONDS = 10.0
@@ -39,7 +40,8 @@ def private_daemon(options: Mapping[str, str]) -> Iterator[BenchDaemon]:
         process: subprocess.Popen[str] | None = None
         try:
             started = time.monotonic()
-            process = _spawn(directory, options)
+            with deferred_interrupts():
+                process = _spawn(directory, options)
             _wait_ready(process, directory)
             seconds = time.monotonic() - started
             yield BenchDaemon(directory / "kvtier.sock", process.pid, seconds)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from kvtier.cli.interrupts import deferred_interrupts
 from kvtier.cli.private_daemon import end_process
 from kvtier.demo.report import Answer
 from kvtier.errors import Unavailable
@@ -126,16 +127,20 @@ class EngineProcess:
 @contextmanager
 def started_engine(name: str, socket: Path | None) -> Iterator[EngineProcess]:
     """A process that has begun to load; gone when the block is left."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", WORKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # ctrl-C goes to the demo alone, which ends everything in order.
-    )
+    process: subprocess.Popen[str] | None = None
     try:
+        with deferred_interrupts():
+            process = subprocess.Popen(
+                [sys.executable, "-m", WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                # ctrl-C goes to the demo alone, which ends everything in order.
+                start_new_session=True,
+            )
         engine = EngineProcess(name, process)
         engine.load(socket)
         yield engine
     finally:
-        end_process(process)
+        if process is not None:
+            end_process(process)

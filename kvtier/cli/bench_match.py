@@ -208,7 +208,7 @@ class _MatchBench:
         with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stub = KVTierStub(channel)
             for turn in range(-_WARM_COUNT, len(questions)):
-                question = questions[turn]
+                question = questions[turn % len(questions)]
                 mine = self._match_ms(question)
                 started = time.perf_counter()
                 stub.Match(_request(state, question), timeout=5.0)

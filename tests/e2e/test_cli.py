@@ -217,6 +217,7 @@ def test_a_missed_target_fails_a_strict_benchmark(daemon: RunningDaemon) -> None
         *("bench", "match", "--tokens", 1024, "--resident", 200, "--chains", 9),
         *("--socket", daemon.socket, "--json", "--strict"),
     )
+    assert done.stdout, done.stderr
     missed = [one for one in json.loads(done.stdout)["targets"].values() if not one["met"]]
     assert (done.returncode == EXIT_FAILED) is bool(missed)
     assert missed, "so few blocks cannot meet the bytes a block"

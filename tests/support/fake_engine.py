@@ -98,6 +98,7 @@ class FakeEngine:
         self.dma: list[tuple[float, CopyOut]] = []  # Begun by processes that died: until when.
         self.leases: list[Held] = []
         world.reserved_watchers.append(self._assert_harmless)
+        world.drop_watchers.append(self._assert_unmapped)
         for process in self.processes:
             self.connect(process)
 
@@ -373,6 +374,11 @@ class FakeEngine:
             if held.deadline + margin > now:
                 touched.update(held.blocks)
         assert touched.isdisjoint(slots), f"{touched & set(slots)} were given away too early"
+
+    def _assert_unmapped(self, slabs: Sequence[SlabId]) -> None:
+        """Slabs whose pages are given up now: no living process may map them."""
+        for process in self.processes:
+            assert not process.alive or process.mapped.keys().isdisjoint(slabs), "still mapped"
 
     def _assert_mapped(self, slots: Sequence[int]) -> None:
         """Slots are given only where live workers have mapped every shard."""

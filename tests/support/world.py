@@ -87,6 +87,7 @@ class World:
         self.dropped_slots: set[int] = set()
         self.removed_count = 0
         self.reserved_watchers: list[Callable[[list[int]], None]] = []
+        self.drop_watchers: list[Callable[[Sequence[SlabId]], None]] = []
         self._next_slab = 1
         self._next_session = 1
         self._next_epoch = 1
@@ -270,6 +271,8 @@ class World:
     def _drop(self, done: ins.DropSlabs) -> None:
         bound = self.sets.pop(done.slab_set)
         assert bound.slabs == done.slabs
+        for watcher in self.drop_watchers:
+            watcher(done.slabs)
         self.dropped_slots.update(bound.slots)
         for slot in bound.slots:
             self.namespaces[bound.namespace].ready_at.pop(slot, None)

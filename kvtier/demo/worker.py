@@ -38,6 +38,9 @@ WARM_TOKENS_MAX = 4
 # Has nothing in common with what is asked later.
 WARM_TEXT = "Count from one to twenty, then back again, and say which numbers you liked best. " * 3
 READY_SECONDS_MAX = 10.0
+# A cold prefill takes seconds here, so waiting this long for its KV pays, on a busy machine too.
+ONBOARD_WAIT_SECONDS = 1.0
+CALL_SECONDS_MAX = 0.5
 OFFLOAD_SECONDS_MAX = 10.0
 
 
@@ -151,12 +154,15 @@ def loaded_worker(socket: str | None) -> Iterator[EngineWorker]:
     if socket is None:
         yield EngineWorker(Engine(model, CONFIG), tokenizer, None)
         return
-    from kvtier.client import Client
+    from kvtier.client import Client, ClientSettings
+    from kvtier.connector import ConnectorSettings
     from kvtier.engine.connect import connected_engine
 
+    patience = ClientSettings(timeout_seconds=CALL_SECONDS_MAX)
+    settings = ConnectorSettings(onboard_wait_seconds=ONBOARD_WAIT_SECONDS)
     with ExitStack() as stack:
-        client = stack.enter_context(Client(Path(socket)))
-        connected = stack.enter_context(connected_engine(model, CONFIG, client))
+        client = stack.enter_context(Client(Path(socket), settings=patience))
+        connected = stack.enter_context(connected_engine(model, CONFIG, client, settings=settings))
         if not connected.wait_ready(READY_SECONDS_MAX):
             raise TimeoutError(f"the daemon did not open the namespace in {READY_SECONDS_MAX} s")
         yield EngineWorker(connected.engine, tokenizer, connected)

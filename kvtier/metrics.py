@@ -48,7 +48,7 @@ LIMITS = [
     "puts",
     "calls",
     "leases_per_session",
-    "pinned_slots",
+    "leased_bytes",
     "file_descriptors",
 ]
 SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]

@@ -29,6 +29,7 @@ def gather_stats(
         namespaces=tuple(_namespace_counts(one, engines) for one in namespaces.values()),
         sessions=tuple(_session_counts(one, namespaces, leases) for one in engines.sessions()),
         lease_count=len(leases),
+        leased_bytes=sum(one.leased_bytes for one in namespaces.values()),
         slab_stock_count=len(ledger.stock),
         slab_bound_count=ledger.bound_count,
         slab_count_max=ledger.slab_count_max,

@@ -248,7 +248,7 @@ class BlockManager:
             after=event.hashes[start - 1] if start else None,
             mapped_from=max(0, event.skip_count - start),
             usable=self._shares.usable(event.session, event.namespace),
-            limit_count=int(residency.tier.allocator.slot_count * self._config.pin_fraction_max),
+            limit_count=self._shares.lease_count_max(residency),
             now=now,
         )
         lease.places.append(sliced.places)

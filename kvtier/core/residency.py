@@ -25,6 +25,11 @@ class NamespaceFacts:
     slot_bytes: int
     shard_count: int
 
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes of the pool, padding included."""
+        return self.slot_bytes * self.shard_count
+
 
 @dataclass(frozen=True, slots=True)
 class LeasedSlice:
@@ -229,6 +234,10 @@ class Residency:
         elif self._trash and self._trash[-1].dismantle(count):
             self._trash.pop()
         return hashes
+
+    @property
+    def leased_bytes(self) -> int:
+        return self.tier.leased_count * self.facts.block_bytes
 
     @property
     def sweep_pending(self) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Leases together pin at most this part of the pool, so that there is always room to offload into.
+PIN_FRACTION_MAX = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
@@ -17,7 +20,7 @@ class ManagerConfig:
     # An engine that dies holding leases blocks eviction until deadline + margin. This bounds the
     # books it can fill; what it can hold is bounded by pin_fraction_max.
     leases_per_session_max: int = 256
-    pin_fraction_max: float = 0.5
+    pin_fraction_max: float = PIN_FRACTION_MAX
     # Stock reserved ahead: a session may hold 1 / (stock_divisor * live sessions) of the slots.
     stock_divisor: int = 8
     # How long a namespace waits for slabs under way before it evicts its own blocks instead.
@@ -28,4 +31,4 @@ class ManagerConfig:
     # so that nobody waits longer than 5 ms behind one long chain.
     slice_blocks: int = 1024
     # Evicting takes about 8 µs a block: likewise.
-    evict_slice_blocks: int = 384
+    evict_slice_blocks: int = 256

@@ -145,6 +145,13 @@ class Shares:
 
     # ----------------------------------------------------------------------------------- slots
 
+    def lease_count_max(self, residency: Residency) -> int:
+        """Blocks of this namespace that leases may pin: what others left of half the pool."""
+        room_bytes = self._ledger.pool_bytes * self._config.pin_fraction_max - sum(
+            other.leased_bytes for other in self._namespaces.values() if other is not residency
+        )
+        return max(0, int(room_bytes // residency.facts.block_bytes))
+
     def reserve(
         self, event: ev.Reserve, residency: Residency, engine: EngineId | None, now: float
     ) -> list[ins.Instruction]:
@@ -252,9 +259,10 @@ class Shares:
 
     def _stock_count_max(self, residency: Residency) -> int:
         sessions = max(1, self._engines.live_count)
-        return max(
-            1, residency.tier.allocator.slot_count // (self._config.stock_divisor * sessions)
-        )
+        pool_count = self._ledger.pool_bytes // residency.facts.block_bytes
+        # A namespace that has not grown yet must not be held by the stock of one of several.
+        mine_count = residency.tier.allocator.slot_count // sessions
+        return max(1, min(pool_count // (self._config.stock_divisor * sessions), mine_count))
 
     def _recalls(
         self, residency: Residency, asking: SessionId, stock_count_max: int

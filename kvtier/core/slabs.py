@@ -61,6 +61,11 @@ class SlabLedger:
         self._next_slot = 0
 
     @property
+    def pool_bytes(self) -> int:
+        """The whole budget."""
+        return self.slab_bytes * self.slab_count_max
+
+    @property
     def bound_count(self) -> int:
         return len(self._set_of)
 

@@ -39,6 +39,7 @@ class ManagerStats:
     namespaces: tuple[NamespaceCounts, ...]
     sessions: tuple[SessionCounts, ...]
     lease_count: int
+    leased_bytes: int
     slab_stock_count: int
     slab_bound_count: int
     slab_count_max: int

@@ -15,6 +15,7 @@ from kvtier.config import Config, slab_bytes_for
 from kvtier.config_values import AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
+from kvtier.core.settings import PIN_FRACTION_MAX
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.metrics import Metrics
@@ -254,6 +255,11 @@ class _Builder:
                 "leases_per_session",
                 self.config.lease.per_session_max,
                 lambda: max((one.lease_count for one in stats().sessions), default=0),
+            ),
+            Limit(
+                "leased_bytes",
+                int(self.plan.slab_bytes * self.plan.slab_count_max * PIN_FRACTION_MAX),
+                lambda: stats().leased_bytes,
             ),
             Limit("file_descriptors", raise_open_files(0), open_fd_count),
         ]

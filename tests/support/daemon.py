@@ -137,8 +137,12 @@ def running_daemon(
     dram_bytes: str | int = "64MiB",
     slab_bytes: str | int = "16MiB",
     options: Mapping[str, str] | None = None,
+    state_dir: Path | None = None,
 ) -> Iterator[RunningDaemon]:
-    """A ready daemon; `options` are configuration names such as {"lease.grace_seconds": "0.1"}."""
+    """A ready daemon; `options` are configuration names such as {"lease.grace_seconds": "0.1"}.
+
+    `state_dir` is the daemon's own unless one is given.
+    """
     # A short path: a socket's may have 107 characters.
     directory = Path(tempfile.mkdtemp(prefix="kvtier-"))
     settings = {
@@ -149,6 +153,7 @@ def running_daemon(
         **(options or {}),
     }
     daemon = RunningDaemon(directory, settings)
+    daemon.state_dir = state_dir or daemon.state_dir
     try:
         daemon.start()
         yield daemon

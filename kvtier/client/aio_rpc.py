@@ -15,29 +15,29 @@ class AioRpc:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
-        self._made: dict[str, object] = {}
+        self._made: dict[tuple[str, str], object] = {}
         self._closing: asyncio.Task[None] | None = None
 
     def unary(self, call: Call[Q, A]) -> grpc.aio.UnaryUnaryMultiCallable[Q, A]:
-        made = self._made.get(call.name)
+        made = self._made.get(("unary", call.name))
         if made is None:
-            made = self._made[call.name] = self._channel.unary_unary(
+            made = self._made["unary", call.name] = self._channel.unary_unary(
                 call.path, call.request.SerializeToString, call.answer.FromString
             )
         return cast("grpc.aio.UnaryUnaryMultiCallable[Q, A]", made)
 
     def answer_stream(self, call: Call[Q, A]) -> grpc.aio.UnaryStreamMultiCallable[Q, A]:
-        made = self._made.get(call.name)
+        made = self._made.get(("answer_stream", call.name))
         if made is None:
-            made = self._made[call.name] = self._channel.unary_stream(
+            made = self._made["answer_stream", call.name] = self._channel.unary_stream(
                 call.path, call.request.SerializeToString, call.answer.FromString
             )
         return cast("grpc.aio.UnaryStreamMultiCallable[Q, A]", made)
 
     def request_stream(self, call: Call[Q, A]) -> grpc.aio.StreamUnaryMultiCallable[Q, A]:
-        made = self._made.get(call.name)
+        made = self._made.get(("request_stream", call.name))
         if made is None:
-            made = self._made[call.name] = self._channel.stream_unary(
+            made = self._made["request_stream", call.name] = self._channel.stream_unary(
                 call.path, call.request.SerializeToString, call.answer.FromString
             )
         return cast("grpc.aio.StreamUnaryMultiCallable[Q, A]", made)

@@ -87,16 +87,19 @@ class Client(ClientBase):
             timeout_seconds=timeout_seconds,
         )
         lease: Lease | None = None
-        with self._reported(plan):
-            stream = plan.session.rpc.answer_stream(plan.call)(
-                plan.request, timeout=plan.timeout_seconds
-            )
-            try:
-                for answer in stream:
-                    lease = plan.parse(answer) or lease
-            except grpc.RpcError:
-                if lease is None:
-                    raise
+        if wait_seconds == 0:  # Exactly one message, then: read it as the cheaper unary call.
+            lease = self._unary(plan)
+        else:
+            with self._reported(plan):
+                stream = plan.session.rpc.answer_stream(plan.call)(
+                    plan.request, timeout=plan.timeout_seconds
+                )
+                try:
+                    for answer in stream:
+                        lease = plan.parse(answer) or lease
+                except grpc.RpcError:
+                    if lease is None:
+                        raise
         if lease is not None:
             return lease
         self._link.missed(plan.session, plan.call.changes_state)

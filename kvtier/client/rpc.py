@@ -16,28 +16,28 @@ class Rpc:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS))
-        self._made: dict[str, object] = {}
+        self._made: dict[tuple[str, str], object] = {}
 
     def unary(self, call: Call[Q, A]) -> grpc.UnaryUnaryMultiCallable[Q, A]:
-        made = self._made.get(call.name)
+        made = self._made.get(("unary", call.name))
         if made is None:
-            made = self._made[call.name] = self._channel.unary_unary(
+            made = self._made["unary", call.name] = self._channel.unary_unary(
                 call.path, _serializer(call), _parser(call)
             )
         return cast("grpc.UnaryUnaryMultiCallable[Q, A]", made)
 
     def answer_stream(self, call: Call[Q, A]) -> grpc.UnaryStreamMultiCallable[Q, A]:
-        made = self._made.get(call.name)
+        made = self._made.get(("answer_stream", call.name))
         if made is None:
-            made = self._made[call.name] = self._channel.unary_stream(
+            made = self._made["answer_stream", call.name] = self._channel.unary_stream(
                 call.path, _serializer(call), _parser(call)
             )
         return cast("grpc.UnaryStreamMultiCallable[Q, A]", made)
 
     def request_stream(self, call: Call[Q, A]) -> grpc.StreamUnaryMultiCallable[Q, A]:
-        made = self._made.get(call.name)
+        made = self._made.get(("request_stream", call.name))
         if made is None:
-            made = self._made[call.name] = self._channel.stream_unary(
+            made = self._made["request_stream", call.name] = self._channel.stream_unary(
                 call.path, _serializer(call), _parser(call)
             )
         return cast("grpc.StreamUnaryMultiCallable[Q, A]", made)

@@ -285,7 +285,8 @@ class _Servicer(kvtier_pb2_grpc.KVTierServicer):
         self, request: pb.AcquireRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.AcquireResponse]:
         self._enter("Acquire", request.token, context)
-        for _ in range(self._daemon.script.acquire_pending_count):
+        pending_count = self._daemon.script.acquire_pending_count if request.wait_ms else 0
+        for _ in range(pending_count):
             yield pb.AcquireResponse(pending=pb.AcquirePending(matched_count=1))
         found = self._leading(request.hashes)
         ready = pb.AcquireReady(

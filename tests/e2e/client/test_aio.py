@@ -52,7 +52,7 @@ def test_offload_and_onboard_round_trip(start_daemon: StartDaemon) -> None:
         )
         assert outcomes == [CommitOutcome.READY] * 2
         assert (await client.match(namespace, hashes(3))).matched_count == 2
-        lease = await client.acquire(namespace, hashes(3))
+        lease = await client.acquire(namespace, hashes(3), wait_seconds=0.5)
         assert lease.slots.tolist() == [0, 1]
         assert await client.release([lease]) == 1
         assert await client.get(namespace, hashes(3)) == [b"\5" * 100_000] * 2
@@ -86,7 +86,7 @@ def test_a_change_that_times_out_ends_the_session(start_daemon: StartDaemon) -> 
         assert client.session != old
         with pytest.raises(StaleSlot):
             await client.abort(namespace, [1], session=old)
-        assert (await client.match(namespace, hashes(1))).matched_count == 0
+        assert (await client.match(namespace, hashes(1), timeout_seconds=10)).matched_count == 0
         [quiet] = await asyncio.to_thread(daemon.wait_sent, "quiet")
         assert quiet.session_id == old.session_id
 

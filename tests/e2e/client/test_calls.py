@@ -59,7 +59,7 @@ def test_what_is_filled_and_committed_is_what_is_acquired(
     assert outcomes == [CommitOutcome.READY] * 3
     assert client.match(namespace, chain).matched_count == 3
     assert client.match(namespace, b"".join(chain)).matched_count == 3
-    lease = client.acquire(namespace, chain, skip_count=1)
+    lease = client.acquire(namespace, chain, skip_count=1, wait_seconds=0.5)
     assert (lease.leased_count, lease.cut) == (3, Cut.MISS)
     assert [int(view[0]) for view in arena.views(lease.slots, lease.session)] == [2, 3]
     assert client.release([lease]) == 1

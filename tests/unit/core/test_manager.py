@@ -315,6 +315,20 @@ def test_a_lease_outlives_its_session_until_deadline_plus_margin(story: Story) -
     assert story.world.manager.stats().lease_count == 0
 
 
+def test_a_worker_that_was_away_is_asked_to_be_quiet_when_it_is_back(story: Story) -> None:
+    engine = story.new_engine(2, together=False)
+    [worker] = engine.workers
+    engine.reserve(NS, 2)
+    engine.lose(worker)
+    engine.lose(engine.scheduler)
+    story.tick(1.0)
+    assert story.world.manager.stats().namespaces[0].quarantined_count == 2
+    engine.connect(worker)
+    story.tick(1.0)
+    story.read_mail(engine)
+    assert story.world.manager.stats().namespaces[0].quarantined_count == 0
+
+
 # ------------------------------------------------------------------------------ reserve, evict
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import pairwise
 
 from kvtier.cli import environment
@@ -163,7 +164,7 @@ def perform(say: Say) -> Report:
         daemon_start_seconds=daemon.start_seconds,
         seconds=time.monotonic() - started,
         model=MODEL,
-        environment=environment.describe(),
+        environment={**environment.describe(), "torch": metadata.version("torch")},
     )
 
 

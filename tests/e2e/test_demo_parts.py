@@ -204,6 +204,25 @@ def test_missing_weights_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert "\n" not in missing
 
 
+@pytest.mark.parametrize(("token_count", "exit_code"), [(1100, 0), (10, 1)])
+def test_exit_code_says_whether_all_claims_are_true(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    token_count: int,
+    exit_code: int,
+) -> None:
+    report = replace(good_report(), document_token_count=token_count)
+    monkeypatch.setattr(program, "perform", lambda say: report)
+    monkeypatch.setattr(program, "what_is_missing", lambda: "")
+    monkeypatch.setattr(sys, "argv", ["demo", "--report", str(tmp_path / "report.json")])
+    assert program.main() == exit_code
+    printed = capsys.readouterr()
+    assert ("not true: the document" in printed.err) == bool(exit_code)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [one["true"] for one in written["claims"]].count(False) == exit_code
+
+
 @pytest.mark.slow
 def test_demo_that_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
     """From another folder, with ctrl-C while the engines load."""

@@ -53,9 +53,15 @@ def collect(selection: str) -> list[str]:
 def run_one(test: str, seconds_max: int) -> dict[str, object]:
     began = time.monotonic()
     words = ["-m", MARKS, f"--timeout={seconds_max}", test]
-    done = subprocess.run(pytest_command(*words), cwd=ROOT, env=ENVIRONMENT, check=False)
-    outcome = "passed" if done.returncode == 0 else "failed"
-    return {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
+    findings = STATE_DIR / "findings.txt"
+    findings.write_text("", encoding="utf-8")
+    environment = {**ENVIRONMENT, "KVTIER_TORTURE_FINDINGS": str(findings)}
+    done = subprocess.run(pytest_command(*words), cwd=ROOT, env=environment, check=False)
+    return {
+        "outcome": "passed" if done.returncode == 0 else "failed",
+        "seconds": round(time.monotonic() - began, 1),
+        "findings": " ".join(findings.read_text(encoding="utf-8").split()),
+    }
 
 
 def write_report(commit: str, results: dict[str, dict[str, object]], todo_count: int) -> Path:
@@ -73,6 +79,8 @@ def write_report(commit: str, results: dict[str, dict[str, object]], todo_count:
         "| test | outcome | seconds |",
         "| --- | --- | --- |",
         *(f"| `{test}` | {row['outcome']} | {row['seconds']} |" for test, row in results.items()),
+        "",
+        *(f"* `{test}`: {row['findings']}" for test, row in results.items() if row["findings"]),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

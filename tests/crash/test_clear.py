@@ -15,7 +15,7 @@ from kvtier.types import CommitOutcome, Role
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support import raw_client
 from tests.support.daemon import RunningDaemon, running_daemon
-from tests.support.forms import rounds
+from tests.support.forms import rounds, state_finding
 from tests.support.known_blocks import (
     chain_hashes,
     check_payload,
@@ -91,7 +91,7 @@ def test_epoch_of_an_answered_clear_outlives_kill_9(daemon: RunningDaemon) -> No
                 unanswered_count += 1
                 assert epoch == seen[-1] or epoch not in seen, "neither the old nor a new one"
             seen.append(epoch)
-    print(f"{answered_count} clears answered, {unanswered_count} killed before the answer")
+    state_finding(f"{answered_count} clears answered, {unanswered_count} killed before the answer")
     assert answered_count > 0
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import RunningDaemon, running_daemon
-from tests.support.processes import Engine, engine_processes
 from tests.support.known_blocks import chain_hashes
 from tests.support.observer import Observer, observing
+from tests.support.processes import Engine, engine_processes
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,11 @@ def test_death_of_a_child_does_not_end_the_engines_session(
         assert engine.ask("session") == before
         hashes = [one.hex() for one in chain_hashes(f"parent-{kind}", 2)]
         assert engine.ask("commit", hashes=hashes, **given)["outcomes"] == ["READY"] * 2
-        assert observer.client.match(
-            observer.namespace, chain_hashes(f"parent-{kind}", 2)
-        ).matched_count == 2
+        assert (
+            observer.client.match(
+                observer.namespace, chain_hashes(f"parent-{kind}", 2)
+            ).matched_count
+            == 2
+        )
         engine.end()
     observer.wait_settled()

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.daemon import RunningDaemon, running_daemon
-from tests.support.processes import Engine, Engines, engine_processes, need_pid_namespaces
-from tests.support.forms import is_torture, rounds
+from tests.support.forms import is_torture, rounds, state_finding
 from tests.support.known_blocks import chain_hashes
 from tests.support.observer import Observer, observing
+from tests.support.processes import Engine, engine_processes, need_pid_namespaces
 
 # 4 slabs of 64 slots. A round's blocks are fewer than half of them, so that none of a round is
 # evicted before it is read back; the rounds together fill the pool many times.
@@ -70,7 +70,7 @@ def test_what_a_killed_engine_committed_is_right_and_stays(daemon: RunningDaemon
             hit_count += read_back(observer, acked, rng)
             acked_count += sum(acked.values())
             observer.wait_settled()
-    print(
+    state_finding(
         f"{round_count} rounds, {in_flight_rounds} killed with slots reserved; {acked_count} "
         f"blocks acknowledged, {hit_count} of them hits; {observer.hit_count} verified in all"
     )

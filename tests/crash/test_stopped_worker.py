@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.forms import rounds
+from tests.support.observer import Observer, observing
 from tests.support.processes import (
     Engine,
     Engines,
@@ -20,8 +22,6 @@ from tests.support.processes import (
     eventually,
     need_pid_namespaces,
 )
-from tests.support.forms import rounds
-from tests.support.observer import Observer, observing
 
 GRACE_SECONDS = 0.2
 OPTIONS = {"lease.grace_seconds": str(GRACE_SECONDS)}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -14,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -171,7 +173,7 @@ class EngineProcess:
             return {"pid": pid, "errors": told.read().split()}
 
     def _seen_in_child(self) -> str:
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: self.client.match(self.namespace, chain_hashes("x", 1)),
             lambda: self.client.reserve(self.namespace, 1),
             self.client.stats,
@@ -195,7 +197,7 @@ class EngineProcess:
         """What the verbs of slots say to slots of an old session; each must refuse."""
         ref = SessionRef(*session)
         hashes = chain_hashes("stale", len(slots))
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: self.arena.views(slots, ref),
             lambda: self.client.commit(self.namespace, hashes, slots, session=ref, epoch=1),
             lambda: self.client.abort(self.namespace, slots, session=ref),
@@ -262,7 +264,7 @@ class EngineProcess:
                 time.sleep(0.01)
         self.say(event="churned", count=made)
 
-    def _offload_acked(self, label: str, count: int, pause: Any) -> None:
+    def _offload_acked(self, label: str, count: int, pause: Callable[[], None]) -> None:
         hashes = chain_hashes(label, count)
 
         def acknowledge(done: int) -> None:
@@ -271,12 +273,11 @@ class EngineProcess:
             generation = 0 if state is None else state.session.generation
             self.say(event="acked", label=label, count=done, epoch=epoch, generation=generation)
 
-        try:
+        # Slots of a session that was lost in between return by themselves.
+        with contextlib.suppress(StaleSlot):
             known_blocks.offload(
                 self.client, self.namespace, hashes, pause=pause, acknowledge=acknowledge
             )
-        except StaleSlot:
-            pass  # The session was lost in between: its slots return by themselves.
 
     def _onboard_counted(self, label: str, count: int) -> None:
         hits = known_blocks.onboard(self.client, self.namespace, chain_hashes(label, count))
@@ -285,15 +286,6 @@ class EngineProcess:
     def end(self) -> Answer:
         self._has_ended = True
         return {}
-
-    def growth(self) -> Answer:
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
-        return {
-            "fds": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
-            "rss_mib": pages * os.sysconf("SC_PAGESIZE") >> 20,
-        }
 
     # ------------------------------------------------------------------------------------ loop
 

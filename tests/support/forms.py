@@ -7,9 +7,11 @@ is marked `full_form` or `torture`; `make sim` sets KVTIER_SIM_SEED.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 TORTURE_VARIABLE = "KVTIER_TORTURE"
+FINDINGS_VARIABLE = "KVTIER_TORTURE_FINDINGS"
 SIM_SEED_VARIABLE = "KVTIER_SIM_SEED"
 
 
@@ -20,6 +22,14 @@ def is_torture() -> bool:
 def rounds(*, short: int, full: int) -> int:
     """How many rounds to run now; the test carries the mark `full_form`."""
     return full if is_torture() else short
+
+
+def state_finding(text: str) -> None:
+    """What a long test counted: shown by `pytest -s`, and in the report of `make torture`."""
+    sys.stdout.write(f"\n{text}\n")
+    if path := os.environ.get(FINDINGS_VARIABLE):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
 
 def sim_seeds(fixed: Sequence[int]) -> list[int]:

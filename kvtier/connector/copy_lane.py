@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Protocol
 
 from kvtier.connector.copying import CopyProgress
 from kvtier.connector.jobs import FailReason, JobResult, OnboardJob
+
+log = logging.getLogger(__name__)
 
 EndHandler = Callable[[CopyProgress], JobResult]
 
@@ -74,13 +77,20 @@ class ThreadLane:
 
     def _run(self) -> None:
         while (copy := self._next()) is not None:
-            for _ in copy.steps:
-                self._run_onboards(copy)
-            self._results.append(copy.end(copy.progress))
+            self._run_copy(copy)
         with self._changed:
             left = [*self._onboards, *self._offloads]
         for copy in left:
             self._end_unrun(copy)
+
+    def _run_copy(self, copy: Copy) -> None:
+        try:
+            for _ in copy.steps:
+                self._run_onboards(copy)
+        except Exception as error:  # A bug of ours must end this job alone, or the engine waits.
+            log.exception("copy ended unexpectedly")
+            copy.progress.fail(FailReason.INTERNAL, f"{type(error).__name__}: {error}")
+        self._results.append(copy.end(copy.progress))
 
     def _next(self) -> Copy | None:
         """The next copy; None once closed."""
@@ -96,10 +106,7 @@ class ThreadLane:
         if isinstance(current.progress.job, OnboardJob):
             return
         while self._onboards and not self._closed:
-            copy = self._onboards.popleft()
-            for _ in copy.steps:
-                pass
-            self._results.append(copy.end(copy.progress))
+            self._run_copy(self._onboards.popleft())
 
     def _end_unrun(self, copy: Copy) -> None:
         copy.progress.fail(FailReason.CLOSED, "the worker side is closed")

@@ -94,12 +94,17 @@ class Desk:
         del request.flights[job_id]
         self.forget_if_ended(request)
         if flight.is_held:
-            request.held_flight_count -= 1
-            if request.held_flight_count == 0:
-                self.released.append(request.request_id)
+            self.end_hold(request)
+
+    def end_hold(self, request: Request) -> None:
+        """A held flight or the linger has ended; the last one frees the device blocks."""
+        request.hold_count -= 1
+        assert request.hold_count >= 0, "a request is released twice"
+        if request.hold_count == 0:
+            self.released.append(request.request_id)
 
     def forget_if_ended(self, request: Request) -> None:
-        if request.is_finished and not request.flights:
+        if request.is_finished and not request.flights and not request.is_lingering:
             self.requests.pop(request.request_id, None)
 
     def withdraw_verdict(self, request: Request) -> None:

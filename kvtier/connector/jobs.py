@@ -17,6 +17,7 @@ class FailReason(StrEnum):
     COPY = "copy"  # The engine's copier raised.
     CORRUPT = "corrupt"  # A sampled block differs from what this worker had offloaded.
     CLOSED = "closed"  # The worker side was closed before the job started.
+    INTERNAL = "internal"  # A bug of ours; the log has the traceback.
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from itertools import islice
 
 from kvtier.connector.desk import Desk
 from kvtier.connector.jobs import OffloadJob
+from kvtier.connector.lingering import LingeringRequests
 from kvtier.connector.moving import MovingBlocks
 from kvtier.connector.requests import MovingBlock, OffloadFlight, Request, Residency
 from kvtier.connector.residency import KnownResident
@@ -38,7 +39,9 @@ class Offloader:
         self.moving = MovingBlocks(desk, known, self._supply, self._surprise)
         self.flights: dict[int, OffloadFlight] = {}
         self._planned: dict[int, OffloadFlight] = {}
-        self._pending: dict[str, Request] = {}  # Those with blocks left to plan, oldest first.
+        # Those with blocks left to plan, oldest first; lingering ones stand in `lingering` alone.
+        self._pending: dict[str, Request] = {}
+        self.lingering = LingeringRequests(desk)
         self._session: object = None
         self._budget = settings.offload_blocks_per_plan
 
@@ -72,8 +75,9 @@ class Offloader:
     def take_plan(self) -> list[OffloadJob]:
         """Plan what is left over from before, then hand out all jobs since the last time."""
         self.tend()
+        self.tend_lingering()
         if self._desk.session() is not None:
-            self._pick_pending()
+            self._pick_all(islice(self._pending.values(), _PENDING_PER_PLAN))
         planned, self._planned = self._planned, {}
         self._budget = self._desk.settings.offload_blocks_per_plan
         jobs = []
@@ -85,12 +89,19 @@ class Offloader:
 
     def tend(self) -> None:
         """Notice a new session, and keep the stock filled; costs nothing when there is no need."""
+        self.lingering.end_lost()
         self._note_session()
         if self._desk.session() is not None:
             self._supply.refill()
 
-    def _pick_pending(self) -> None:
-        for request in list(islice(self._pending.values(), _PENDING_PER_PLAN)):
+    def tend_lingering(self) -> None:
+        """Plan what finished requests left, and end the stay of those whose time is over."""
+        self.lingering.end_lost()
+        self._pick_all(self.lingering.requests())
+        self.lingering.end_overdue()  # Last: an engine's step may have been longer than the wait.
+
+    def _pick_all(self, requests: Iterable[Request]) -> None:
+        for request in list(requests):
             if self._budget <= 0 or len(self.moving) >= self._desk.settings.offload_blocks_max:
                 return
             self._pick(request, self._budget)
@@ -124,6 +135,8 @@ class Offloader:
         request.offload_index = index
         if index >= len(request.chain):
             self._pending.pop(request.request_id, None)
+            if request.is_lingering:
+                self.lingering.end(request)
 
     def _skip_resident(self, request: Request) -> int:
         index = request.offload_index
@@ -161,6 +174,8 @@ class Offloader:
         self._planned[flight.job_id] = flight
         self.flights[flight.job_id] = flight
         request.flights[flight.job_id] = flight
+        if request.is_lingering:  # Else hold_flights does it, when the engine gives them up.
+            request.hold_flights()
         request.open_block_count += len(run)
         self._budget -= len(run)
         desk.stats.offload_planned_blocks += len(run)
@@ -194,8 +209,10 @@ class Offloader:
             request.matched_at = desk.clock.now()
             request.match_limit = len(hashes)
             request.match_learned_count = learned_count
-            if request.offload_index < len(request.chain) and not request.is_finished:
-                self._pending[request.request_id] = request
+            if request.left_count:
+                self._pend(request)
+            elif request.is_lingering:
+                self.lingering.end(request)
 
         request.residency = Residency.ASKED  # Before asking: the call reads it in its thread.
         if not desk.ask(call, on_answer, urgent=False):
@@ -203,19 +220,28 @@ class Offloader:
 
     def _surprise(self, request: Request) -> None:
         """What was believed of the chain is wrong: ask again, a bounded number of times."""
-        if request.residency is Residency.UNKNOWN or request.is_finished:
+        if request.residency is Residency.UNKNOWN:
             return
+        if request.is_finished and not request.is_lingering:
+            return  # Its device blocks are gone, or will be as soon as its flights have ended.
         request.residency = Residency.UNKNOWN
         request.rematch_count += 1
         if request.rematch_count > self._desk.settings.rematches_max:
             self._stop(request)
         elif request.chain:
+            self._pend(request)
+
+    def _pend(self, request: Request) -> None:
+        """Look at it in the next plan; a lingering request is looked at in any case."""
+        if not request.is_finished:
             self._pending[request.request_id] = request
 
     def _stop(self, request: Request) -> None:
         request.may_offload = False
         request.residency = Residency.KNOWN
         self._pending.pop(request.request_id, None)
+        if request.is_lingering:
+            self.lingering.end(request, "given_up")
 
     # ------------------------------------------------------------------------------- ending
 
@@ -238,12 +264,13 @@ class Offloader:
             self.moving.copied(flight)
 
     def finish(self, request: Request) -> None:
-        """The last chance to plan what is left; the engine keeps the device blocks for it."""
+        """Plan what is left; what cannot be planned yet waits while the request lingers."""
         if request.request_id in self._pending:
             self._pick(request, self._desk.settings.offload_blocks_max)
-            left_count = len(request.chain) - request.offload_index
-            if self._pending.pop(request.request_id, None) is not None:
-                self._desk.stats.dropped_blocks["finished_before_planned"] += max(0, left_count)
+            is_left = self._pending.pop(request.request_id, None) is not None
+            if is_left and not self.lingering.begin(request):
+                dropped = self._desk.stats.dropped_blocks
+                dropped["finished_before_planned"] += request.left_count
 
     def preempt(self, request: Request, *, is_held: bool) -> None:
         """The device blocks are taken away, or kept until `released` if `is_held`."""
@@ -259,6 +286,7 @@ class Offloader:
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Another namespace: nothing planned before may be committed."""
+        self.lingering.end_all("reset")
         self.moving.reset()
         for flight in list(self.flights.values()):
             if flight.is_planned:
@@ -275,6 +303,7 @@ class Offloader:
 
     def close(self) -> None:
         """Slots that no worker was told of go back; the rest returns when the client says Bye."""
+        self.lingering.end_all("closed")
         for flight in list(self._planned.values()):
             self._withdraw(flight, "closed")
         self._supply.throw_away()
@@ -293,6 +322,7 @@ class Offloader:
         if len(set(owned)) != len(owned):
             found.append("a slot is in two flights")
         found += self.moving.check_invariants(self.flights)
+        found += self.lingering.check_invariants()
         return found
 
     def _withdraw(self, flight: OffloadFlight, reason: str) -> None:

@@ -66,8 +66,14 @@ class Request:
     open_block_count: int = 0  # Planned and not yet committed or dropped.
     may_offload: bool = True
     flights: dict[int, Flight] = field(default_factory=dict)
-    held_flight_count: int = 0  # Flights whose end `released` must announce.
+    hold_count: int = 0  # Held flights, and the linger: `released` announces the end of the last.
     is_finished: bool = False
+    is_lingering: bool = False  # Finished; the engine keeps the device blocks for the planning.
+
+    @property
+    def left_count(self) -> int:
+        """Blocks of the chain that are not planned."""
+        return max(0, len(self.chain) - self.offload_index)
 
     def hold_flights(self, *, onboards_only: bool = False) -> bool:
         """The engine gives the device blocks up: whether flights still touch them."""
@@ -76,8 +82,8 @@ class Request:
                 continue
             if not flight.is_held and not flight.is_disowned:
                 flight.is_held = True
-                self.held_flight_count += 1
-        return self.held_flight_count > 0
+                self.hold_count += 1
+        return self.hold_count > 0
 
     def forget_chain(self) -> None:
         self.chain = []

@@ -2,12 +2,15 @@
 
 The engine calls all hooks from one thread. Calls to the daemon are made by the control thread;
 what has arrived is handled at the start of each hook. Unknown request ids are ignored, never
-asserted on: an engine must not die of its cache.
+asserted on: an engine must not die of its cache. Nor of a bug of ours: after an internal error all
+hooks answer as if there were no kvtier, and what the engine waits for is told it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -18,6 +21,7 @@ from kvtier.connector.desk import Desk
 from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
 from kvtier.connector.offloading import Offloader
 from kvtier.connector.onboarding import Onboarder
+from kvtier.connector.promises import Promises
 from kvtier.connector.requests import Request
 from kvtier.connector.residency import KnownResident
 from kvtier.connector.settings import ConnectorSettings
@@ -26,23 +30,41 @@ from kvtier.namespace import NamespaceSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Hook = Callable[Concatenate["SchedulerConnector", P], R]
+log = logging.getLogger(__name__)
 
 
-def _hook(
-    method: Callable[Concatenate[SchedulerConnector, P], R],
-) -> Callable[Concatenate[SchedulerConnector, P], R]:
-    """Handle what has arrived, then the hook; both are counted in the hook's time."""
+def _hook(without: Callable[..., Any]) -> Callable[[Hook[P, R]], Hook[P, R]]:
+    """Handle what has arrived, then the hook; both are counted in the hook's time.
 
-    @wraps(method)
-    def run(self: SchedulerConnector, *args: P.args, **kwargs: P.kwargs) -> R:
-        desk = self._desk
-        start_ns = desk.clock.now_ns()
-        desk.control.drain(desk.settings.answers_per_hook_max)
-        result = method(self, *args, **kwargs)
-        desk.stats.note_hook((desk.clock.now_ns() - start_ns) / 1e9)
-        return result
+    `without` answers for a connector that is disabled; the first internal error makes it so.
+    """
 
-    return cast("Callable[Concatenate[SchedulerConnector, P], R]", run)
+    def decorate(method: Hook[P, R]) -> Hook[P, R]:
+        @wraps(method)
+        def run(self: SchedulerConnector, *args: P.args, **kwargs: P.kwargs) -> R:
+            if self.is_disabled:
+                return cast("R", without(self, *args, **kwargs))
+            desk = self._desk
+            start_ns = desk.clock.now_ns()
+            try:
+                desk.control.drain(desk.settings.answers_per_hook_max)
+                result = method(self, *args, **kwargs)
+            except Exception as error:  # A bug of ours must not end the engine.
+                if desk.settings.raise_internal_errors:
+                    raise
+                self._disable(method.__name__, error)
+                return cast("R", without(self, *args, **kwargs))
+            desk.stats.note_hook((desk.clock.now_ns() - start_ns) / 1e9)
+            return result
+
+        return cast("Hook[P, R]", run)
+
+    return decorate
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What a disabled connector does with news."""
 
 
 class SchedulerConnector:
@@ -64,11 +86,12 @@ class SchedulerConnector:
         self._onboarder = Onboarder(self._desk, known)
         self._offloader = Offloader(self._desk, known)
         self._requests = self._desk.requests
+        self._promises = Promises(worker_count=settings.worker_count)
         # No quiet handler: the scheduler side touches no slot, and notices a new session at its
         # next hook. What it has planned under the old one, the workers refuse.
         client.set_recall_handler(self._on_recall)
 
-    @_hook
+    @_hook(without=_nothing)
     def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """A request arrived. `hashes`: of all full blocks of its prompt. Starts the match."""
         self._offloader.tend()
@@ -79,7 +102,7 @@ class SchedulerConnector:
         if request.prompt:
             self._offloader.ask_match(request)
 
-    @_hook
+    @_hook(without=lambda *_, **__: 0)
     def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:
         """Blocks after the engine's own `local_block_count` that can be onboarded.
 
@@ -91,7 +114,11 @@ class SchedulerConnector:
             return 0
         return self._onboarder.count(request, max(0, local_block_count))
 
-    @_hook
+    @_hook(
+        without=lambda self, request_id, device_blocks, onboard_count: self._promises.allocated(
+            request_id, onboard_count
+        )
+    )
     def on_allocated(
         self, request_id: str, device_blocks: Sequence[int], onboard_count: int
     ) -> None:
@@ -100,11 +127,12 @@ class SchedulerConnector:
         device_blocks[i] receives block local_block_count + i. With a count above 0 the request
         must not run until an outcome names it as onboarded or failed.
         """
+        self._promises.allocated(request_id, onboard_count)
         request = self._requests.get(request_id)
         if request is not None and not request.is_finished:
             self._onboarder.allocated(request, device_blocks, onboard_count)
 
-    @_hook
+    @_hook(without=_nothing)
     def on_blocks_full(
         self, request_id: str, hashes: Sequence[bytes], device_blocks: Sequence[int]
     ) -> None:
@@ -118,15 +146,18 @@ class SchedulerConnector:
             self._onboarder.note_running(request)
             self._offloader.note_chain(request, hashes, device_blocks)
 
-    @_hook
+    @_hook(without=lambda self: StepPlan(self._desk.spec))
     def build_plan(self) -> StepPlan:
         """The jobs for the workers, once every step; every worker gets the same plan."""
         offloads = self._offloader.take_plan()
-        return StepPlan(self._desk.spec, tuple(self._onboarder.take_plan()), tuple(offloads))
+        plan = StepPlan(self._desk.spec, tuple(self._onboarder.take_plan()), tuple(offloads))
+        self._promises.planned(plan)
+        return plan
 
-    @_hook
+    @_hook(without=lambda self, results: self._settle(results))
     def on_results(self, results: Sequence[JobResult]) -> StepOutcome:
         """The workers' reports, and what they mean; call it every step, with () as well."""
+        self._promises.reported(results)
         worker_count = self._desk.settings.worker_count
         for result in results:
             if (onboard := self._onboarder.flights.get(result.job_id)) is not None:
@@ -138,18 +169,22 @@ class SchedulerConnector:
                 continue  # Unknown, or reported before: late reports change nothing.
             if offload.report(result, worker_count=worker_count):
                 self._offloader.complete(offload)
-        return self._desk.take_outcome()
+        self._offloader.tend_lingering()
+        outcome = self._desk.take_outcome()
+        self._promises.told(outcome)
+        return outcome
 
-    @_hook
+    @_hook(without=lambda self, request_id: self._promises.end(request_id))
     def request_finished(self, request_id: str) -> bool:
         """The request ended, in whatever way, at whatever moment.
 
         True: keep its device blocks until an outcome's `released` names it (jobs still touch
-        them); False: they are free, and the id will not be heard of again.
+        them, or will: see `finish_wait_seconds`); False: they are free, and the id will not be
+        heard of again.
         """
         request = self._requests.get(request_id)
         if request is None:
-            return False
+            return self._promises.ended(request_id, is_held=False)
         if not request.is_finished:
             self._onboarder.end(request)
             self._offloader.finish(request)
@@ -157,9 +192,9 @@ class SchedulerConnector:
             request.hold_flights()
             self._desk.withdraw_verdict(request)
             self._desk.forget_if_ended(request)
-        return request.held_flight_count > 0
+        return self._promises.ended(request_id, is_held=request.hold_count > 0)
 
-    @_hook
+    @_hook(without=lambda self, request_id: self._end_preempted(request_id))
     def on_preempted(self, request_id: str) -> bool:
         """The engine takes the request's device blocks away; it will start again at token 0.
 
@@ -178,9 +213,18 @@ class SchedulerConnector:
         request.hold_flights(onboards_only=not is_held)
         request.may_offload = True
         self._onboarder.restart(request)
-        return request.held_flight_count > 0
+        return self._promises.ended(request_id, is_held=request.hold_count > 0)
 
-    @_hook
+    @_hook(without=_nothing)
+    def on_device_blocks_short(self, block_count: int) -> None:
+        """The engine is short of so many device blocks: those kept for planning alone are freed.
+
+        The next outcome's `released` names their requests, but for those that jobs touch. An engine
+        that never calls this gets them back within `finish_wait_seconds`.
+        """
+        self._offloader.lingering.give_up(block_count)
+
+    @_hook(without=_nothing)
     def reset(self, spec: NamespaceSpec) -> None:
         """The engine dropped its own KV (new weights): go on in another namespace.
 
@@ -192,7 +236,7 @@ class SchedulerConnector:
         self._onboarder.reset(requests)
         self._desk.begin_life(spec)
 
-    @_hook
+    @_hook(without=_nothing)
     def hint(
         self,
         hashes: Sequence[bytes],
@@ -219,10 +263,17 @@ class SchedulerConnector:
     @property
     def has_work(self) -> bool:
         """Whether an idle engine should go on stepping, so that copies and commits end."""
+        if self.is_disabled:
+            return self._promises.is_owing
         offloader, desk = self._offloader, self._desk
-        if desk.onboarded or desk.failed or desk.released:
+        if desk.onboarded or desk.failed or desk.released or len(offloader.lingering):
             return True
         return bool(self._onboarder.flights or offloader.flights or len(offloader.moving))
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether an internal error has ended all offload and onboard; `stats` names it."""
+        return bool(self._desk.stats.disabled_by)
 
     @property
     def stock_count(self) -> int:
@@ -239,20 +290,49 @@ class SchedulerConnector:
         """Requests remembered: those not finished, and those whose device blocks are held."""
         return len(self._requests)
 
+    @property
+    def lingering_count(self) -> int:
+        """Finished requests whose device blocks are kept for what is not planned yet."""
+        return len(self._offloader.lingering)
+
     def stats(self) -> ConnectorStats:
         return self._desk.stats.copy()
 
     def close(self) -> None:
         """Give leases and slots back as far as time allows; the client stays open."""
-        self._desk.control.drain(self._desk.settings.answers_per_hook_max)
-        for request in list(self._requests.values()):
-            self._onboarder.end(request)
-        self._offloader.close()
+        self._give_back()
         self._desk.control.close(self._desk.settings.close_seconds)
 
     def check_invariants(self) -> list[str]:
         """Violations, each in words; for tests."""
         return self._offloader.check_invariants()
+
+    @_hook(without=_nothing)
+    def _give_back(self) -> None:
+        for request in list(self._requests.values()):
+            self._onboarder.end(request)
+        self._offloader.close()
+
+    def _settle(self, results: Sequence[JobResult]) -> StepOutcome:
+        self._promises.reported(results)
+        return self._promises.settle()
+
+    def _end_preempted(self, request_id: str) -> bool:
+        onboards_only = not self._desk.settings.holds_preempted_blocks
+        return self._promises.end(request_id, onboards_only=onboards_only)
+
+    def _disable(self, hook: str, error: Exception) -> None:
+        """The planning is in doubt from here on: nothing more is planned, committed or given back.
+
+        Leases expire by themselves; reserved slots return when the client closes its session.
+        """
+        desk = self._desk
+        desk.stats.disabled_by = f"{type(error).__name__} in {hook}"
+        log.error("internal error: this engine goes on without kvtier", exc_info=error)
+        with suppress(Exception):
+            desk.client.set_recall_handler(None)
+        with suppress(Exception):
+            desk.control.close(0.0)  # Does not wait; what arrives now is never looked at.
 
     def _on_recall(self, namespace: Any, count: int) -> None:
         """Called in a thread of the client's."""

@@ -44,6 +44,14 @@ class ConnectorSettings:
     offload_blocks_per_plan: int = 256
     # How often a request's residency is asked anew after surprises before it stops offloading.
     rematches_max: int = 3
+    # How long a finished request's device blocks are kept for what is not planned yet. A match and
+    # a reserve each answer within 0.05 s or fail, and an empty reserve is repeated after 0.05 s:
+    # that is a few tries. What is short for longer is not worth the engine's memory.
+    finish_wait_seconds: float = 0.5
+    # The most requests, and device blocks, kept so at once: they are memory that the engine cannot
+    # use. Flights may hold as many blocks again.
+    lingering_requests_max: int = 64
+    lingering_blocks_max: int = 2048
     # Workers that report each job.
     worker_count: int = 1
     # Answers one hook may handle: bounds its time.
@@ -58,6 +66,8 @@ class ConnectorSettings:
     # Device blocks copied out between two looks for a waiting onboard.
     offload_slice_blocks: int = 16
     close_seconds: float = 1.0
+    # For tests: an internal error is raised, instead of the engine going on without kvtier.
+    raise_internal_errors: bool = False
 
     def __post_init__(self) -> None:
         at_least_one = (
@@ -72,7 +82,8 @@ class ConnectorSettings:
         not_negative = (
             "onboard_wait_seconds", "acquire_wait_seconds", "failed_seconds", "rematches_max",
             "verify_one_in", "lease_slack_seconds", "match_fresh_seconds", "close_seconds",
-            "reserve_retry_seconds", "recall_pause_seconds",
+            "reserve_retry_seconds", "recall_pause_seconds", "finish_wait_seconds",
+            "lingering_requests_max", "lingering_blocks_max",
         )  # fmt: skip
         for name in not_negative:
             if getattr(self, name) < 0:

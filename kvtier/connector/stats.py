@@ -24,12 +24,14 @@ class ConnectorStats:
     committed_blocks: int = 0
     present_blocks: int = 0  # Somebody else had committed them before us.
     dropped_blocks: Counter[str] = field(default_factory=Counter)  # By reason.
+    lingered_requests: int = 0  # Finished before all was planned, and kept for it.
     onboarded_bytes: int = 0
     offloaded_bytes: int = 0
     # Copying alone, of the slowest worker of each job: bytes by seconds is the copies' bandwidth.
     onboard_copy_seconds: float = 0.0
     offload_copy_seconds: float = 0.0
     call_errors: Counter[str] = field(default_factory=Counter)  # By name of the error.
+    disabled_by: str = ""  # The internal error after which all hooks say "no kvtier".
     hook_count: int = 0
     hook_seconds: float = 0.0
     hook_seconds_max: float = 0.0

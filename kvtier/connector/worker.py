@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from typing import Any
@@ -10,9 +11,11 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import WorkerClient
 from kvtier.connector.copy_lane import Copy, CopyLane, ThreadLane
 from kvtier.connector.copying import BlockCopier, BlockMover, CopyProgress
-from kvtier.connector.jobs import Job, JobResult, StepPlan
+from kvtier.connector.jobs import FailReason, Job, JobResult, StepPlan
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.namespace import NamespaceSpec
+
+log = logging.getLogger(__name__)
 
 
 class WorkerConnector:
@@ -44,28 +47,51 @@ class WorkerConnector:
         self._refused: set[Any] = set()
         self._spec = spec
         self._mover = self._make_mover(spec)
+        self._unstarted: list[JobResult] = []  # Jobs that no lane took, not yet polled.
+        self._has_logged = False
         self._lane = lane or ThreadLane()
         client.add_quiet_handler(self._drain)
 
     def start(self, plan: StepPlan) -> None:
-        """Queue the plan's copies, onboards first; returns at once."""
-        if plan.spec != self._spec:
-            self._spec = plan.spec
-            self._mover = self._make_mover(plan.spec)
+        """Queue the plan's copies, onboards first; returns at once.
+
+        A job that cannot be queued, for whatever internal error, is reported as failed: an engine
+        may be waiting for it.
+        """
         jobs: list[Job] = [*plan.onboards, *plan.offloads]
         for job in jobs:
+            progress = CopyProgress(job)
             with self._changed:
                 self._open_counts[job.session] += 1
-            progress = CopyProgress(job)
-            self._lane.submit(Copy(progress, self._mover.steps(progress), self._end))
+            try:
+                steps = self._mover_of(plan.spec).steps(progress)
+                self._lane.submit(Copy(progress, steps, self._end))
+            except Exception as error:
+                if self._settings.raise_internal_errors:
+                    raise
+                self._log_once(error)
+                progress.fail(FailReason.INTERNAL, f"{type(error).__name__}: {error}")
+                self._unstarted.append(self._end(progress))
 
     def poll(self) -> list[JobResult]:
         """The jobs that have ended since the last poll."""
-        return self._lane.poll()
+        unstarted, self._unstarted = self._unstarted, []
+        return [*self._lane.poll(), *unstarted]
 
     def close(self) -> None:
         """End the copy under way and fail the rest; the client stays open."""
         self._lane.close()
+
+    def _mover_of(self, spec: NamespaceSpec) -> BlockMover:
+        if spec != self._spec:
+            self._mover = self._make_mover(spec)
+            self._spec = spec
+        return self._mover
+
+    def _log_once(self, error: Exception) -> None:
+        if not self._has_logged:
+            log.error("internal error: copies fail on this worker", exc_info=error)
+        self._has_logged = True
 
     def _make_mover(self, spec: NamespaceSpec) -> BlockMover:
         arena = self._client.arena(self._client.open_namespace(spec), self._shard)

@@ -51,11 +51,15 @@ class SchedulerSide(Protocol):
         ...
 
     def request_finished(self, request_id: str) -> bool:
-        """True: a copy still touches its device blocks; keep them until the outcome says so."""
+        """True: a copy touches its device blocks or will; keep them until the outcome says so."""
         ...
 
     def on_preempted(self, request_id: str) -> bool:
         """As `request_finished`, for a request that will start again."""
+        ...
+
+    def on_device_blocks_short(self, block_count: int) -> None:
+        """Let go of so many device blocks, of those that no copy touches yet."""
         ...
 
 

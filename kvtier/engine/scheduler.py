@@ -6,7 +6,8 @@ preempted and later computed anew from its tokens. So the first running request 
 
 Who holds device blocks:
   (0) requests that run, or wait for their onboard: those of their block table;
-  (1) the connector, for requests that ended or were preempted while a copy touches them: `_kept`.
+  (1) the connector, for requests that ended or were preempted while a copy touches them or is to
+      be planned: `_kept`. Before anybody goes without, the latter are taken back.
 Nothing is written to a published block: the last block of a prompt is always computed into a block
 of the request's own, so a prompt that is cached as a whole still has a token to compute.
 """
@@ -60,7 +61,7 @@ class Scheduler:
 
     @property
     def kept_block_count(self) -> int:
-        """Device blocks held for copies alone."""
+        """Device blocks held for copies, planned or to come, alone."""
         return sum(len(device_blocks) for device_blocks in self._kept.values())
 
     def is_kept(self, request_id: str) -> bool:
@@ -182,7 +183,7 @@ class Scheduler:
         """Allocate for the engine's own prefix and what kvtier brings; False: no room now."""
         assert self._connector is not None
         self.pool.hold(local)
-        if onboard_count > self.pool.free_count:
+        if not self._make_room(onboard_count):
             self.pool.release(local)
             return False
         fresh = self.pool.take(onboard_count)
@@ -225,11 +226,19 @@ class Scheduler:
     def _grow(self, request: Request, token_count: int) -> bool:
         """Make the block table long enough for `token_count` tokens, if the pool has the blocks."""
         missing = -(-token_count // self._config.block_tokens) - len(request.device_blocks)
-        if missing > self.pool.free_count:
+        if not self._make_room(missing):
             return False
         if missing > 0:
             request.device_blocks += self.pool.take(missing)
         return True
+
+    def _make_room(self, block_count: int) -> bool:
+        """Whether so many blocks are free, if need be after the connector has let go of some."""
+        missing = block_count - self.pool.free_count
+        if missing > 0 and self._connector is not None and self._kept:
+            self._connector.on_device_blocks_short(missing)
+            self.on_outcome(self._connector.on_results(()))
+        return block_count <= self.pool.free_count
 
     def _scheduled(self, request: Request, count: int) -> ScheduledTokens:
         first = request.computed_count // self._config.block_tokens

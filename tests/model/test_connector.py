@@ -59,6 +59,8 @@ class ConnectorMachine(RuleBasedStateMachine):
                 failed_hashes_max=2,
                 resident_hashes_max=6,
                 holds_preempted_blocks=self.holds_preempted_blocks,
+                lingering_requests_max=2,
+                lingering_blocks_max=9,
             ),
         )
         self.weights = "v1"
@@ -169,6 +171,38 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.rig.client.reconnect()
         for _ in range(3):
             self.apply(self.rig.step())
+
+    @precondition(lambda self: len(self.requests) < REQUEST_COUNT_MAX)
+    @rule(
+        path=PATHS,
+        what=st.sampled_from(["steps", "late", "lost", "reset", "short", "break", "refused"]),
+        answer_count=st.integers(0, 4),
+    )
+    def linger(self, path: list[str], what: str, answer_count: int) -> None:
+        """A request is over before its match or its slots have arrived."""
+        self.arrive(path)
+        request = self.requests[f"r{self.count}"]
+        self.rig.control.step(answer_count)
+        self.try_to_start(request, 0, 0)
+        if request.phase != "waiting":
+            self.grow(request, len(path))
+            self.end(request)
+        self.plan()
+        if what == "late":
+            self.rig.clock.advance(0.6)
+        elif what == "lost":
+            self.rig.client.reconnect()
+        elif what == "reset":
+            self.reset()
+        elif what == "short":
+            self.rig.scheduler.on_device_blocks_short(answer_count)
+        elif what == "break":
+            self.rig.copiers[0].failures = 1
+        elif what == "refused":
+            self.rig.client.fail_next("match", Unavailable("lost"))
+        self.rig.control.step(answer_count)
+        self.plan()
+        self.apply(self.rig.results())
 
     def reset(self) -> None:
         self.weights = f"w{len(self.rig.client.namespaces)}"
@@ -303,6 +337,10 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.rig.check()
 
     @invariant()
+    def an_engine_with_kept_blocks_goes_on_stepping(self) -> None:
+        assert self.rig.scheduler.has_work or not self.kept
+
+    @invariant()
     def resident_bytes_are_those_computed(self) -> None:
         client = self.rig.client
         for namespace in client.namespaces.values():
@@ -323,7 +361,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         scheduler, client = self.rig.scheduler, self.rig.client
         assert scheduler.request_count == 0
         assert not scheduler.has_work
-        assert scheduler.lease_count == 0
+        assert scheduler.lease_count == scheduler.lingering_count == 0
         for lease_id, session in client.lease_sessions.items():
             assert lease_id in client.released or session != client.session
         if client.session is not None and not self.is_dirty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -89,13 +90,16 @@ class Rig:
         worker_count: int = 1,
         device_block_count: int = 64,
         settings: ConnectorSettings | None = None,
+        raises: bool = True,
     ) -> None:
+        """`raises`: internal errors come through, instead of disabling the connector."""
         self.clock = ManualClock()
         self.client = FakeClient(
             self.clock, slot_count=slot_count, shard_bytes=SHARD_BYTES, shard_count=worker_count
         )
         self.control = SteppedControl()
-        self.settings = settings or ConnectorSettings(worker_count=worker_count, stock_blocks=16)
+        settings = settings or ConnectorSettings(worker_count=worker_count, stock_blocks=16)
+        self.settings = replace(settings, raise_internal_errors=raises)
         self.spec = spec_of(shard_count=worker_count)
         self.scheduler = SchedulerConnector(
             self.client,

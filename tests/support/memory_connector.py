@@ -124,6 +124,9 @@ class MemoryScheduler:
         self.blocks.preempted_count += 1
         return self._hold(request_id)
 
+    def on_device_blocks_short(self, block_count: int) -> None:
+        """Nothing to let go of: it plans at once, so what it holds is being copied."""
+
     def _hold(self, request_id: str) -> bool:
         if self._is_flying(request_id):
             self._held.add(request_id)

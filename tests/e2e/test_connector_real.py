@@ -152,7 +152,10 @@ def make_engine(daemon: RunningDaemon) -> Iterator[MakeEngine]:
             assert client.wait_connected(WAIT_SECONDS)
         # Patient: these two cores may be busy with other tests.
         settings = ConnectorSettings(
-            worker_count=shard_count, stock_blocks=64, onboard_wait_seconds=5.0
+            worker_count=shard_count,
+            stock_blocks=64,
+            onboard_wait_seconds=5.0,
+            raise_internal_errors=True,
         )
         copiers = [HostCopier(64) for _ in range(shard_count)]
         scheduler = SchedulerConnector(clients[0], spec, settings=settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,15 @@ from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(tokens_max=6)
+ONE_TOKEN = SamplingParams(tokens_max=1)
 PROMPT = prompt_of(150, seed=11)
 PROMPT_BLOCKS = 37
-ROUNDS_MAX = 200
 # A busy machine must not turn hits into misses here; that they do is tested elsewhere.
-PATIENT = ConnectorSettings(onboard_wait_seconds=10.0)
+PATIENT = ConnectorSettings(
+    onboard_wait_seconds=10.0, finish_wait_seconds=10.0, raise_internal_errors=True
+)
+# A request that computes at once, so that it is over before the daemon has said anything.
+HASTY = replace(PATIENT, onboard_wait_seconds=0.0)
 PATIENT_CLIENT = ClientSettings(timeout_seconds=5.0)
 CONFIG = EngineConfig(block_tokens=4, device_block_count=96)
 
@@ -35,11 +40,13 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 @contextmanager
-def engine_on(socket: Path, *, salt: str = "") -> Iterator[ConnectedEngine]:
+def engine_on(
+    socket: Path, *, salt: str = "", settings: ConnectorSettings = PATIENT
+) -> Iterator[ConnectedEngine]:
     client = Client(socket, settings=PATIENT_CLIENT)
     try:
         with connected_engine(
-            tiny_model(), CONFIG, client, salt=salt, settings=PATIENT
+            tiny_model(), CONFIG, client, salt=salt, settings=settings
         ) as connected:
             assert connected.wait_ready(10.0)
             yield connected
@@ -48,14 +55,18 @@ def engine_on(socket: Path, *, salt: str = "") -> Iterator[ConnectedEngine]:
 
 
 def fill(daemon: RunningDaemon) -> None:
-    """A request of the tiny model may end before the daemon's first answer comes: ask again."""
-    with engine_on(daemon.socket) as connected:
-        for _ in range(ROUNDS_MAX):
-            connected.engine.generate([PROMPT], GREEDY)
-            assert connected.engine.wait_offloads(5.0)
-            if connected.scheduler.stats().offloaded_blocks >= PROMPT_BLOCKS:
-                return
-        pytest.fail(f"not offloaded: {connected.scheduler.stats()}")
+    """One request of one step, over before the daemon has answered anything."""
+    with engine_on(daemon.socket, settings=HASTY) as connected:
+        daemon.stop()
+        try:
+            connected.engine.generate([PROMPT], ONE_TOKEN)
+            assert connected.engine.scheduler.kept_block_count == PROMPT_BLOCKS + 1
+        finally:
+            daemon.resume()
+        assert connected.engine.wait_offloads(15.0)
+        stats = connected.scheduler.stats()
+        assert stats.committed_blocks == PROMPT_BLOCKS, stats
+        assert connected.engine.scheduler.kept_block_count == 0
 
 
 def test_second_engine_gets_the_firsts_kv_and_the_same_tokens(daemon: RunningDaemon) -> None:

@@ -21,10 +21,21 @@ SLAB_BYTES = 2 * HUGE_BYTES
 WAIT_SECONDS = 20
 
 
-def memory_files() -> int:
-    """How many slabs' files this process has open."""
-    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-    return sum("kvtier-slab" in os.readlink(link) for link in links if os.path.islink(link))
+def slab_files() -> set[str]:
+    """The slabs' files this process has open: name and inode."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return {
+        f"{os.readlink(link)} {os.stat(link).st_ino}"
+        for link in links
+        if os.path.islink(link) and "kvtier-slab" in os.readlink(link)
+    }
+
+
+@pytest.fixture(autouse=True)
+def memory_files() -> Callable[[], int]:
+    """How many slabs' files are open that were not before the test."""
+    before = slab_files()
+    return lambda: len(slab_files() - before)
 
 
 @pytest.fixture
@@ -79,7 +90,9 @@ def test_no_more_slabs_than_allowed_until_one_is_given_back(make_stock, outcomes
     assert stock.slab_count == 0
 
 
-def test_a_slab_that_would_take_the_others_reserve_is_refused(make_stock, outcomes) -> None:
+def test_a_slab_that_would_take_the_others_reserve_is_refused(
+    make_stock, outcomes, memory_files: Callable[[], int]
+) -> None:
     stock = make_stock(reserve_bytes=1 << 60)
     stock.request(1)
     refused = outcomes.get(timeout=WAIT_SECONDS)
@@ -89,7 +102,9 @@ def test_a_slab_that_would_take_the_others_reserve_is_refused(make_stock, outcom
     assert memory_files() == 0
 
 
-def test_a_slab_that_the_system_refuses_is_a_value(make_stock, outcomes, monkeypatch) -> None:
+def test_a_slab_that_the_system_refuses_is_a_value(
+    make_stock, outcomes, monkeypatch, memory_files: Callable[[], int]
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -108,7 +123,9 @@ def test_a_slab_that_the_system_refuses_is_a_value(make_stock, outcomes, monkeyp
     stock.give_back(slab)
 
 
-def test_after_stop_nothing_arrives_and_no_memory_is_held(make_stock, outcomes) -> None:
+def test_after_stop_nothing_arrives_and_no_memory_is_held(
+    make_stock, outcomes, memory_files: Callable[[], int]
+) -> None:
     holding, go_on = threading.Event(), threading.Event()
 
     class SlowClock(ManualClock):
@@ -136,7 +153,7 @@ def test_after_stop_nothing_arrives_and_no_memory_is_held(make_stock, outcomes) 
     assert memory_files() == 0
 
 
-def test_populating_can_be_given_up_between_two_steps() -> None:
+def test_populating_can_be_given_up_between_two_steps(memory_files: Callable[[], int]) -> None:
     asked = iter([False, True])
     with pytest.raises(PopulateCancelled):
         populate_slab(

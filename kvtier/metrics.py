@@ -188,7 +188,7 @@ class Metrics:
         )
         self.tier_slots = self._gauge(
             "kvtier_tier_slots",
-            "Slots by state; quarantined is part of reserved, pinned part of ready and held.",
+            "Slots by state; quarantined and pinned ones are held, reserved or ready as well.",
             {**tier, "state": SLOT_STATES},
         )
         self.resident_blocks = self._gauge(

@@ -16,7 +16,7 @@ class NamespaceCounts:
     free_count: int
     ready_count: int
     reserved_count: int
-    quarantined_count: int  # Part of reserved_count: of sessions that ended.
+    quarantined_count: int  # Of sessions that ended; part of reserved_count, once void of held.
     leased_count: int
     held_count: int
     slot_bytes: int

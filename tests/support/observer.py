@@ -62,7 +62,7 @@ class Observer:
             assert tier.free_count + taken >= tier.slot_count, tier
         else:
             assert tier.free_count + taken == tier.slot_count, tier
-        assert tier.quarantined_count <= tier.reserved_count, tier
+        assert tier.quarantined_count <= tier.reserved_count + tier.held_count, tier
 
     def wait_settled(self, seconds: float = 30.0) -> None:
         """Until nothing is reserved, quarantined or held: what is taken holds a block."""

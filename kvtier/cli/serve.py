@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 from pathlib import Path
 
 from kvtier import config
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = config.load(arguments.config, _overrides(arguments))
     from kvtier.server.app import serve  # Late: a mistake in the options is told at once.
 
+    faulthandler.enable()  # A crash below Python leaves its stacks in the log.
     return serve(loaded)
 
 

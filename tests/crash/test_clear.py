@@ -81,7 +81,8 @@ def test_epoch_of_an_answered_clear_outlives_kill_9(daemon: RunningDaemon) -> No
                 time.sleep(rng.uniform(0.0, 0.006))
             daemon.restart()
             clearing.join()
-            assert client.wait_namespace(namespace, 30), "the client did not reconnect"
+            is_back = client.wait_namespace(namespace, 30)
+            assert is_back, f"no session; daemon {daemon.process.poll()}: {daemon.log_text[-4000:]}"
             epoch = namespace.state.epoch
             if clearing.epoch:
                 answered_count += 1

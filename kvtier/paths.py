@@ -22,3 +22,8 @@ def default_socket_path() -> Path:
 def grpc_socket_path(session_socket: Path) -> Path:
     """The gRPC socket stands beside the session socket: kvtier.sock -> kvtier.grpc.sock."""
     return session_socket.with_name(session_socket.stem + ".grpc.sock")
+
+
+def lane_socket_path(session_socket: Path) -> Path:
+    """So does the call lane's: kvtier.sock -> kvtier.lane.sock."""
+    return session_socket.with_name(session_socket.stem + ".lane.sock")

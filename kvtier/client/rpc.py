@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import grpc
 
 from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
+from kvtier.client.lane import Lane
+from kvtier.lane import LANE_CALLS
+
+Request_contra = TypeVar("Request_contra", contravariant=True)
+Reply_co = TypeVar("Reply_co", covariant=True)
+
+
+class Unary(Protocol[Request_contra, Reply_co]):
+    """A call with one request and one answer; raises grpc.RpcError."""
+
+    def __call__(self, request: Request_contra, *, timeout: float) -> Reply_co: ...
 
 
 class Rpc:
-    """A channel and its calls, made once each. A new session makes a new one."""
+    """A channel, the lane where there is one, and their calls, made once each.
 
-    def __init__(self, address: str) -> None:
+    A new session makes a new one.
+    """
+
+    def __init__(self, address: str, lane: Lane | None = None) -> None:
         self._channel = grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+        self._lane = lane
         self._made: dict[tuple[str, str], object] = {}
 
-    def unary(self, call: Call[Q, A]) -> grpc.UnaryUnaryMultiCallable[Q, A]:
+    def unary(self, call: Call[Q, A]) -> Unary[Q, A]:
         made = self._made.get(("unary", call.name))
         if made is None:
-            made = self._made["unary", call.name] = self._channel.unary_unary(
-                call.path, _serializer(call), _parser(call)
-            )
-        return cast("grpc.UnaryUnaryMultiCallable[Q, A]", made)
+            if self._lane is not None and call.name in LANE_CALLS:
+                made = _by_lane(self._lane, call)
+            else:
+                made = self.over_grpc(call)
+            self._made["unary", call.name] = made
+        return cast("Unary[Q, A]", made)
+
+    def over_grpc(self, call: Call[Q, A]) -> grpc.UnaryUnaryMultiCallable[Q, A]:
+        """Not by the lane: for whoever wants a future."""
+        return self._channel.unary_unary(call.path, _serializer(call), _parser(call))
 
     def answer_stream(self, call: Call[Q, A]) -> grpc.UnaryStreamMultiCallable[Q, A]:
         made = self._made.get(("answer_stream", call.name))
@@ -44,11 +65,24 @@ class Rpc:
 
     def close(self) -> None:
         """Cancels what is in flight."""
+        if self._lane is not None:
+            self._lane.close()
         self._channel.close()
 
     def forget_in_child(self) -> None:
         """A forked child must not even free the channel: gRPC's threads are not there."""
+        if self._lane is not None:
+            self._lane.close_in_child()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._channel))
+
+
+def _by_lane(lane: Lane, call: Call[Q, A]) -> Unary[Q, A]:
+    number, encode, decode = LANE_CALLS.index(call.name), _serializer(call), _parser(call)
+
+    def perform(request: Q, *, timeout: float) -> A:
+        return decode(lane.call(number, encode(request), timeout_seconds=timeout))
+
+    return perform
 
 
 def cancel(call: grpc.RpcContext) -> None:

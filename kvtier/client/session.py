@@ -105,7 +105,7 @@ class Probe:
             self._future = None
 
     def _start(self, session: OpenSession) -> None:
-        self._future = session.rpc.unary(calls.MATCH).future(
+        self._future = session.rpc.over_grpc(calls.MATCH).future(
             pb.MatchRequest(token=session.token),
             timeout=self._link.settings.probe_timeout_seconds,
         )

@@ -13,6 +13,7 @@ from kvtier.client import codec, session_socket
 from kvtier.client.arena import LEAVING_POLL_SECONDS
 from kvtier.client.doors import Identity, SessionEnded, is_protocol_known
 from kvtier.client.forks import fork_guard
+from kvtier.client.lane import Lane
 from kvtier.client.link import Link, OpenSession
 from kvtier.client.rpc import Rpc
 from kvtier.client.values import NamespaceState, SessionRef
@@ -24,7 +25,7 @@ from kvtier.errors import (
     Unavailable,
     error_named,
 )
-from kvtier.paths import grpc_socket_path
+from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.types import PROTOCOL_VERSION
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
@@ -98,7 +99,8 @@ class SocketDoor:
 
     def _session_of(self, opened: pb.SessionOpened) -> OpenSession:
         address = _reachable(opened.grpc_address, self._path)
-        self._rpc = Rpc(address)
+        lane_path = lane_socket_path(self._path)
+        self._rpc = Rpc(address, Lane(lane_path, self._link.clock) if lane_path.exists() else None)
         session = OpenSession(
             ref=SessionRef(self._generation, opened.session_id),
             token=opened.token,

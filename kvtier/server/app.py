@@ -56,6 +56,7 @@ def serve(config: Config) -> int:
         raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)
         clear_way(plan.socket, socket.SOCK_SEQPACKET)
         clear_way(plan.grpc_socket, socket.SOCK_STREAM)
+        clear_way(plan.lane_socket, socket.SOCK_STREAM)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, plan))
@@ -103,6 +104,7 @@ class Daemon:
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())
             await parts.grpc.start()
+            await parts.lane.start(tasks)
             if parts.admin is not None:
                 parts.admin.start(loop)
             self._announce()
@@ -116,6 +118,7 @@ class Daemon:
     async def close(self) -> None:
         parts = self._parts
         parts.socket.close()
+        parts.lane.close()
         await parts.grpc.stop(GRPC_GRACE_SECONDS)
         if parts.admin is not None:
             parts.admin.close()
@@ -155,6 +158,7 @@ class Daemon:
                 break
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         log.info("drained", extra={"held": self._held_count()})
+        self._parts.lane.close()
         # While the TaskGroup still works off what calls have begun.
         await self._parts.grpc.stop(GRPC_GRACE_SECONDS)
 
@@ -185,7 +189,8 @@ class Daemon:
         log.error("callback failed", extra={"reason": context.get("message"), "error": error})
 
     def _remove_sockets(self) -> None:
-        for path in (self._parts.plan.socket, self._parts.plan.grpc_socket):
+        plan = self._parts.plan
+        for path in (plan.socket, plan.grpc_socket, plan.lane_socket):
             path.unlink(missing_ok=True)
 
 

@@ -19,7 +19,7 @@ from kvtier.core.settings import PIN_FRACTION_MAX
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.metrics import Metrics
-from kvtier.paths import grpc_socket_path
+from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
@@ -29,6 +29,7 @@ from kvtier.server.calls import Calls, Handlers
 from kvtier.server.core_loop import CoreLoop, Effects
 from kvtier.server.epochs import EpochStore
 from kvtier.server.instance import raise_open_files
+from kvtier.server.lane import LaneListener
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import Namespaces
 from kvtier.server.peers import PidfdWatch
@@ -53,6 +54,7 @@ class Plan:
 
     socket: Path
     grpc_socket: Path
+    lane_socket: Path
     state_dir: Path
     generation: int
     slab_bytes: int
@@ -72,6 +74,7 @@ class Parts:
     socket: SessionSocket
     data: DataCalls
     grpc: grpc.aio.Server
+    lane: LaneListener
     tcp_address: str
     admin: AdminServer | None
 
@@ -92,6 +95,7 @@ def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: in
     return Plan(
         socket=socket,
         grpc_socket=grpc_socket_path(socket),
+        lane_socket=lane_socket_path(socket),
         state_dir=state_dir,
         generation=generation,
         slab_bytes=slab_bytes,
@@ -155,7 +159,10 @@ class _Builder:
     def build(self) -> Parts:
         self.reporter.set_limits(self._limits())
         self.base.metrics.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
-        server, tcp_address = self._server()
+        handlers = self._handlers()
+        server, tcp_address = self._server(handlers)
+        lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)
+        lane.listen(self.plan.lane_socket)
         session_socket = self._session_socket()
         session_socket.listen(self.plan.socket)
         address = self.config.admin.address
@@ -173,6 +180,7 @@ class _Builder:
             socket=session_socket,
             data=self.data,
             grpc=server,
+            lane=lane,
             tcp_address=tcp_address,
             admin=admin,
         )
@@ -209,7 +217,7 @@ class _Builder:
         )
         return SessionSocket(facts, self.base, self.sessions)
 
-    def _server(self) -> tuple[grpc.aio.Server, str]:
+    def _handlers(self) -> Handlers:
         handlers = Handlers()
         EngineCalls(
             self.base,
@@ -220,6 +228,9 @@ class _Builder:
         ).add_to(handlers)
         self.data.add_to(handlers)
         AdminCalls(self.base, self.reporter, self._check_shell).add_to(handlers)
+        return handlers
+
+    def _server(self, handlers: Handlers) -> tuple[grpc.aio.Server, str]:
         server = grpc.aio.server(
             handlers=[self.calls.service(handlers)],
             options=[

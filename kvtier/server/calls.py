@@ -1,4 +1,4 @@
-"""What every gRPC call passes through: limit, token, role, errors by name, metrics.
+"""What every call passes through, by gRPC or by the lane: limit, token, role, errors, metrics.
 
 A mistake of ours inside a call would be swallowed by gRPC (UNKNOWN, carry on); here it is handed to
 the core loop, which ends the daemon.
@@ -15,8 +15,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvtier.errors import BadRequest, KVTierError, LimitExceeded
+from kvtier.lane import LANE_CALLS, pack
 from kvtier.metrics import OUTCOMES
 from kvtier.server.base import Base
+from kvtier.server.lane import Answer, refusal
 from kvtier.server.security import ACCESS, Access, Caller, Tokens
 from kvtier.server.wire import status_of
 from kvtier.v1 import kvtier_pb2 as pb
@@ -81,24 +83,52 @@ class Calls:
     def caller(self, method: str, token: bytes, now: float) -> Caller:
         return self._tokens.caller(token, ACCESS[method], now=now)
 
-    def _unary(self, name: str, handler: Unary) -> Callable[..., Awaitable[Message]]:
-        access = ACCESS[name]
+    def lane(self, handlers: Handlers) -> Answer:
+        """The calls of the lane, by number: the same handlers, without gRPC around them."""
+        methods = pb.DESCRIPTOR.services_by_name["KVTier"].methods_by_name
+        made: list[tuple[str, Callable[[bytes], Message | _Malformed], Unary]] = []
+        for name in LANE_CALLS:
+            decode = _decoder(getattr(pb, methods[name].input_type.name))
+            handler = handlers.unary.get(name) or _once(handlers.streaming[name])
+            made.append((name, decode, handler))
 
-        async def call(request: Message, context: Context) -> Message:
-            started = self._clock.now()
-            outcome = "ok"
-            self.active_count += 1
+        async def answer(number: int, payload: bytes) -> bytes:
             try:
-                caller = self._admit(request, access, started)
-                return await handler(request, caller)
+                if number >= len(made):
+                    raise BadRequest(f"the lane has no call {number}: use gRPC")
+                name, decode, handler = made[number]
+                return pack(0, _encode(await self._perform(name, handler, decode(payload))))
+            except KVTierError as error:
+                return refusal(status_of(error).value[0], _text_of(error))
+            except Exception as error:  # noqa: BLE001  # Our own mistake: it ends the daemon.
+                self._core.fail(error)
+                return refusal(grpc.StatusCode.INTERNAL.value[0], _OUR_MISTAKE)
+
+        return answer
+
+    def _unary(self, name: str, handler: Unary) -> Callable[..., Awaitable[Message]]:
+        async def call(request: Message, context: Context) -> Message:
+            try:
+                return await self._perform(name, handler, request)
             except BaseException as error:  # noqa: BLE001  # Sorted and raised again there.
-                outcome = _outcome_of(error)
                 await self._refuse(error, context)
-            finally:
-                self.active_count -= 1
-                self._metrics.note_call(name, outcome, self._clock.now() - started)
 
         return call
+
+    async def _perform(self, name: str, handler: Unary, request: Message | _Malformed) -> Message:
+        """Admit and run one call, and count it."""
+        started = self._clock.now()
+        outcome = "ok"
+        self.active_count += 1
+        try:
+            caller = self._admit(request, ACCESS[name], started)
+            return await handler(request, caller)
+        except BaseException as error:
+            outcome = _outcome_of(error)
+            raise
+        finally:
+            self.active_count -= 1
+            self._metrics.note_call(name, outcome, self._clock.now() - started)
 
     def _streaming(self, name: str, handler: Streaming) -> Callable[..., Awaitable[None]]:
         async def respond(request: Message, caller: Caller | None, send: Send) -> Message:
@@ -126,7 +156,7 @@ class Calls:
 
         return call
 
-    def _admit(self, request: Message, access: Access, now: float) -> Caller | None:
+    def _admit(self, request: Message | _Malformed, access: Access, now: float) -> Caller | None:
         if isinstance(request, _Malformed):
             raise BadRequest("the bytes are no message of kvtier.v1: check the protocol version")
         if self.active_count > self.calls_max:
@@ -139,14 +169,37 @@ class Calls:
     async def _refuse(self, error: BaseException, context: Context) -> NoReturn:
         """End the call with the error's name; our own mistakes end the daemon."""
         if isinstance(error, KVTierError):
-            await context.abort(status_of(error), f"{type(error).__name__}: {error}"[:1024])
+            await context.abort(status_of(error), _text_of(error))
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             raise error  # Cancelled, or ending.
         if _is_broken_call(error):
             raise asyncio.CancelledError from error
         self._core.fail(error)
-        await context.abort(grpc.StatusCode.INTERNAL, "the daemon found a mistake of its own")
+        await context.abort(grpc.StatusCode.INTERNAL, _OUR_MISTAKE)
         raise AssertionError("abort raises")
+
+
+_OUR_MISTAKE = "the daemon found a mistake of its own"
+
+
+def _text_of(error: KVTierError) -> str:
+    return f"{type(error).__name__}: {error}"[:1024]
+
+
+def _once(handler: Streaming) -> Unary:
+    """A streaming handler that sends exactly one message, as one that returns it."""
+
+    async def call(request: Message, caller: Caller | None) -> Message:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await handler(request, caller, send)
+        assert len(sent) == 1, "a call by the lane has one answer"
+        return sent[0]
+
+    return call
 
 
 async def _checked(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:

@@ -41,7 +41,11 @@ def test_sockets_are_for_owner_and_group_only(daemon: RunningDaemon) -> None:
     modes = {
         path.name: oct(path.stat().st_mode & 0o777) for path in daemon.directory.glob("*.sock")
     }
-    assert modes == {"kvtier.sock": "0o660", "kvtier.grpc.sock": "0o660"}
+    assert modes == {
+        "kvtier.sock": "0o660",
+        "kvtier.grpc.sock": "0o660",
+        "kvtier.lane.sock": "0o660",
+    }
 
 
 def test_drain_waits_for_leases_and_refuses_new_ones() -> None:

@@ -36,8 +36,8 @@ class Layer:
 
 
 VALUES = ("types", "errors", "namespace", "version")
-# What both sides of the arenas need to agree on: mappings and the payload checksum.
-SHARED = (*VALUES, "checksum", "memory")
+# What both sides need to agree on: mappings, the payload checksum, the frames of the call lane.
+SHARED = (*VALUES, "checksum", "memory", "lane")
 CONNECTOR = (*SHARED, "client", "cuda", "policy", "clock")
 
 # The longest name that fits a module decides; a layer may always import itself.
@@ -48,6 +48,7 @@ LAYERS: dict[str, Layer] = {
     "namespace": Layer(("types", "errors"), (*EFFECTS, *ENGINES)),
     "checksum": Layer((*VALUES, "memory"), (*EFFECTS, *ENGINES)),
     "memory": Layer(VALUES, ENGINES),
+    "lane": Layer((), (*EFFECTS, *ENGINES)),
     "clock": Layer((), ENGINES),
     "paths": Layer(VALUES, ENGINES),
     "config_values": Layer(VALUES, ENGINES),

@@ -1,0 +1,150 @@
+"""The daemon's end of the call lane: frames in, the same handlers as gRPC, frames out.
+
+Invariant: at most one call runs on a connection. A client that sends on meanwhile breaks the
+protocol and is closed; one that closes cancels its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, pack
+
+log = logging.getLogger(__name__)
+
+# Most frames fit: one read, no allocation.
+SCRATCH_BYTES = 64 << 10
+BACKLOG = 128
+
+Answer = Callable[[int, bytes], Awaitable[bytes]]
+"""(call number, payload) -> the answer's frame; never raises but for cancellation."""
+
+
+class LaneListener:
+    """Accepts connections, at most `connections_max`."""
+
+    def __init__(self, answer: Answer, *, connections_max: int) -> None:
+        self._answer = answer
+        self.connections_max = connections_max
+        self._connections: set[LaneConnection] = set()
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def listen(self, path: Path) -> None:
+        """Bind, 0660 from the first moment on."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        umask = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(umask)
+        self._socket = listener
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        assert self._socket is not None, "listen comes first"
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: LaneConnection(self._answer, tasks, self._connections, self.connections_max),
+            sock=self._socket,
+            backlog=BACKLOG,
+        )
+
+    def close(self) -> None:
+        """Stop accepting and end every connection; calls under way are cancelled."""
+        if self._server is not None:
+            self._server.close()
+        elif self._socket is not None:
+            self._socket.close()
+        for connection in list(self._connections):
+            connection.close()
+
+
+class LaneConnection(asyncio.BufferedProtocol):
+    """One client's connection."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        tasks: asyncio.TaskGroup,
+        connections: set[LaneConnection],
+        connections_max: int,
+    ) -> None:
+        self._answer = answer
+        self._tasks = tasks
+        self._connections = connections
+        self._connections_max = connections_max
+        self._transport: asyncio.Transport | None = None
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._frame = self._scratch  # Where the frame being read is gathered.
+        self._filled_bytes = 0
+        self._call: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it.
+        self._connections.add(self)
+        if len(self._connections) > self._connections_max:
+            log.warning("too many lane connections", extra={"max": self._connections_max})
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        if self._call is not None:
+            self._call.cancel()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._frame)[self._filled_bytes :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled_bytes += nbytes
+        if self._call is not None:
+            log.warning("lane frame before the answer")
+            self.close()
+            return
+        if self._filled_bytes < HEAD.size:
+            return
+        payload_bytes, number = HEAD.unpack_from(self._frame)
+        frame_bytes = HEAD.size + payload_bytes
+        if payload_bytes > PAYLOAD_BYTES_MAX or self._filled_bytes > frame_bytes:
+            log.warning("lane frame refused", extra={"bytes": payload_bytes})
+            self.close()
+        elif self._filled_bytes == frame_bytes:
+            payload = memoryview(self._frame)[HEAD.size : frame_bytes]
+            self._begin(number, bytes(payload))  # gil-ok: control messages, 1 MiB at most
+        elif len(self._frame) < frame_bytes:
+            larger = bytearray(frame_bytes)
+            larger[: self._filled_bytes] = self._frame[: self._filled_bytes]
+            self._frame = larger
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _begin(self, number: int, payload: bytes) -> None:
+        assert self._transport is not None, "a frame before the connection"
+        assert self._call is None, "two calls on one connection"
+        self._frame, self._filled_bytes = self._scratch, 0
+        self._call = self._tasks.create_task(self._run(number, payload))
+
+    async def _run(self, number: int, payload: bytes) -> None:
+        transport = self._transport
+        assert transport is not None, "a call before the connection"
+        try:
+            frame = await self._answer(number, payload)
+        finally:
+            self._call = None
+        if not transport.is_closing():
+            transport.write(frame)
+
+
+def refusal(status: int, text: str) -> bytes:
+    """The answer's frame for a call that failed."""
+    return pack(status, text.encode("utf-8", errors="replace"))

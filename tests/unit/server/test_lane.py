@@ -90,11 +90,15 @@ def test_a_frame_beyond_the_limit_closes_the_connection() -> None:
     asyncio.run(body())
 
 
-def test_bytes_before_the_answer_close_the_connection() -> None:
+@pytest.mark.parametrize("pieces", [(6, 10), (16,), (8, 8), (9, 7)])
+def test_bytes_before_the_answer_close_the_connection(pieces: tuple[int, ...]) -> None:
     async def body() -> None:
         async with asyncio.TaskGroup() as tasks:
             peer = Peer(tasks)
-            peer.feed(pack(0, b"one") + pack(0, b"two"))
+            frames = pack(0, b"one") + pack(0, b"two")
+            for count in pieces:
+                peer.feed(frames[:count])
+                frames = frames[count:]
             await peer.settle()
             assert peer.wire.closed
             assert peer.wire.written == []

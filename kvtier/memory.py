@@ -107,27 +107,32 @@ class _Range:
 
 
 def _map_aligned(fd: int, length_bytes: int) -> int:
-    """Reserve too much address space, map the file at the aligned address in it, return the rest.
+    """Map the file where the kernel likes, or else into a reservation of address space.
 
-    The reservation keeps other threads out of the range until the file is there.
+    The reservation keeps other threads out of the range until the file is there. Mapping without
+    one first shows whether the file can be mapped, and of huge pages it is aligned at once.
     """
     if length_bytes <= 0 or length_bytes % mmap.PAGESIZE:
         raise ValueError(f"a mapping of {length_bytes} bytes: must be a multiple of the page size")
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    found = _mmap(None, length_bytes, protection, mmap.MAP_SHARED, fd)
+    if found % HUGE_BYTES == 0:
+        return found
+    _libc.munmap(found, length_bytes)
     reserved_bytes = length_bytes + HUGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     reserved = _mmap(None, reserved_bytes, _PROT_NONE, flags, -1)
     address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
-    try:
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        _mmap(address, length_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
-    except OSError:
-        _libc.munmap(reserved, reserved_bytes)
-        raise
-    if address > reserved:
-        _libc.munmap(reserved, address - reserved)
     end, reserved_end = address + length_bytes, reserved + reserved_bytes
-    if end < reserved_end:
-        _libc.munmap(end, reserved_end - end)
+    try:
+        _mmap(address, length_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    finally:
+        # Never the middle: a MAP_FIXED that failed may have removed the reservation there, and
+        # then the range may be another thread's stack by now.
+        if address > reserved:
+            _libc.munmap(reserved, address - reserved)
+        if end < reserved_end:
+            _libc.munmap(end, reserved_end - end)
     return address
 
 

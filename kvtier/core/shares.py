@@ -74,10 +74,11 @@ class Shares:
     def on_namespace_joined(self, event: ev.NamespaceJoined, now: float) -> list[ins.Instruction]:
         session = self._engines.require_live(event.session)
         residency = self._namespaces[event.namespace]
+        is_joined = event.namespace in session.namespaces
         session.namespaces[event.namespace] = None
         self.note_use(event.namespace, now)
-        if not session.maps_slots:
-            return []
+        if is_joined or not session.maps_slots:
+            return []  # What it was offered already it is not offered again.
         found: list[ins.Instruction] = [
             offer
             for one in self._ledger.sets_of(event.namespace)

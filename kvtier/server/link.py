@@ -48,7 +48,11 @@ class Link:
         self.is_closed = False
 
     async def receive(self) -> Packet | None:
-        """The next packet; None when the peer has closed, or we have."""
+        """The next packet; None when the peer has closed, or we have.
+
+        One packet a turn of the loop, or a peer that never stops would be the only one served.
+        """
+        await asyncio.sleep(0)
         while not self.is_closed:
             try:
                 packet = self._receive_now()
@@ -142,7 +146,12 @@ class Link:
         if len(self._waiting) >= QUEUE_FRAMES_MAX:
             self.close()
             return
-        self._waiting.append((data, None if fd is None else os.dup(fd)))
+        try:
+            ours = None if fd is None else os.dup(fd)
+        except OSError:
+            self.close()  # Out of descriptors: whoever does not read them must not end us.
+            return
+        self._waiting.append((data, ours))
 
     def _flush(self) -> None:
         while self._waiting:

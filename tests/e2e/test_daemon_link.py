@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -86,7 +87,8 @@ def test_closing_wakes_whoever_receives(
 ) -> None:
     async def test(link: Link, theirs: socket.socket) -> None:
         receiving = asyncio.create_task(link.receive())
-        await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
         link.close()
         assert await receiving is None
 
@@ -104,5 +106,52 @@ def test_empty_packet_is_no_end_of_the_connection(
         assert packet.data == b""
         theirs.close()
         assert await link.receive() is None
+
+    run(loop_factory, test)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_peer_that_never_stops_sending_does_not_keep_the_loop_from_others(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def test(link: Link, theirs: socket.socket) -> None:
+        sent_count = 0
+        while True:
+            try:
+                theirs.send(b"x")
+            except BlockingIOError:
+                break
+            sent_count += 1
+        others_turns = 0
+
+        def take_turn() -> None:
+            nonlocal others_turns
+            others_turns += 1
+            loop.call_soon(take_turn)
+
+        loop = asyncio.get_running_loop()
+        take_turn()
+        for _ in range(sent_count):
+            assert await link.receive() is not None
+        assert others_turns >= sent_count
+
+    run(loop_factory, test)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_peer_that_does_not_read_loses_its_link_when_no_descriptor_is_left(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def test(link: Link, theirs: socket.socket) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            for _ in range(QUEUE_FRAMES_MAX):
+                link.send(b"x" * 1000, theirs.fileno())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert link.is_closed
 
     run(loop_factory, test)

@@ -52,6 +52,16 @@ def test_slots_are_given_only_when_workers_of_all_shards_have_mapped_them() -> N
     assert len(reserve(world, scheduler, 2).slots) == 2
 
 
+def test_a_session_that_joins_twice_is_offered_its_slabs_once() -> None:
+    world = World(CONFIG)
+    world.open_namespace(NS, slot_bytes=SLOT_BYTES)
+    world.populate_slab()
+    session = FakeEngine(world, 1, shard_count=1, together=True).scheduler.session
+    assert session is not None
+    again = world.manager.handle(ev.NamespaceJoined(session, NS), world.now)
+    assert [one for one in again if isinstance(one, ins.OfferSlab)] == []
+
+
 def test_a_worker_is_offered_the_slabs_of_its_own_shards_only() -> None:
     world = World(replace(CONFIG, slab_count_max=2))
     world.open_namespace(NS, slot_bytes=SLOT_BYTES, shard_count=2)

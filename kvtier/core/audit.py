@@ -71,7 +71,7 @@ def _namespace_counts(residency: Residency, engines: EngineTable) -> NamespaceCo
         namespace=residency.facts.namespace,
         epoch=residency.epoch,
         block_count=len(residency.index),
-        slot_count=tier.allocator.slot_count,
+        slot_count=tier.allocator.slot_count + tier.allocator.leaving_count,
         free_count=tier.allocator.free_count,
         ready_count=tier.count_in(ReplicaState.READY),
         reserved_count=tier.count_in(ReplicaState.RESERVED),

@@ -59,6 +59,13 @@ class SlotAllocator:
         return sum(stack.count for stack in self._stacks.values() if not stack.withdrawn)
 
     @property
+    def leaving_count(self) -> int:
+        """Slots of withdrawn sets that are taken still."""
+        return sum(
+            self.set_slot_count - stack.count for stack in self._stacks.values() if stack.withdrawn
+        )
+
+    @property
     def taken_count(self) -> int:
         return int(self._taken.sum())
 

@@ -12,7 +12,7 @@ class NamespaceCounts:
     namespace: NamespaceId
     epoch: int
     block_count: int
-    slot_count: int
+    slot_count: int  # Free, ready, reserved and held together.
     free_count: int
     ready_count: int
     reserved_count: int

@@ -145,7 +145,7 @@ class Soak:
 
     def check(self) -> None:
         for one in self._observers.values():
-            one.check(may_withdraw=True)
+            one.check()
         for engine, _, _ in self._running:
             assert engine.process.poll() is None, "an engine died of itself"
             assert engine.of_kind("wrong") == []

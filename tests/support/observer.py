@@ -49,19 +49,12 @@ class Observer:
         (tier,) = self.client.stats().tiers
         return tier
 
-    def check(self, *, may_withdraw: bool = False) -> None:
-        """No invariant is violated and every slot is in exactly one state.
-
-        `may_withdraw`: slabs go from namespace to namespace. Slots of a withdrawn slab that are
-        still taken are in a state, but no longer part of slot_count.
-        """
+    def check(self) -> None:
+        """No invariant is violated and every slot is in exactly one state."""
         assert list(self.client.check().violations) == []
         tier = self.dram()
         taken = tier.ready_count + tier.reserved_count + tier.held_count
-        if may_withdraw:
-            assert tier.free_count + taken >= tier.slot_count, tier
-        else:
-            assert tier.free_count + taken == tier.slot_count, tier
+        assert tier.free_count + taken == tier.slot_count, tier
         assert tier.quarantined_count <= tier.reserved_count + tier.held_count, tier
 
     def wait_settled(self, seconds: float = 30.0) -> None:

@@ -8,7 +8,8 @@ meanings. One connection, one call at a time:
     answer    4 bytes  payload length, little-endian    1 byte  gRPC status     payload
 
 The payload of an answer is the message when the status is 0 (OK), else the text of the error.
-A connection that is closed in mid-call cancels the call.
+A connection that is closed in mid-call cancels the call. A daemon that has no room for a connection
+answers its first call with REFUSED, runs nothing and closes; the client then uses gRPC.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import struct
 
 HEAD = struct.Struct("<IB")
 PAYLOAD_BYTES_MAX = 4 << 20  # As gRPC's here: the largest message is a Match of 1 MiB of hashes.
+
+REFUSED = 255
+"""In the place of the status: nothing was run."""
 
 LANE_CALLS = ("Match", "Acquire", "Release", "Reserve", "Commit", "Abort")
 """Index: the call number. Only appended to. Acquire passes by the lane only with wait_ms 0."""

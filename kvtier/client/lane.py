@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from kvtier.clock import Clock
-from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, pack
+from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, REFUSED, pack
 
 # Threads of one process that are in a call at the same moment; more open and close their own.
 IDLE_CONNECTIONS_MAX = 8
@@ -38,6 +38,14 @@ class LaneFailure(grpc.RpcError):
         return self._details
 
 
+class LaneRefused(LaneFailure):
+    """The daemon certainly ran nothing: gRPC may be tried for what is left of the time."""
+
+    def __init__(self, why: str, left_seconds: float) -> None:
+        super().__init__(grpc.StatusCode.UNAVAILABLE, why)
+        self.left_seconds = left_seconds
+
+
 class Lane:
     """Thread-safe; belongs to one session."""
 
@@ -50,15 +58,14 @@ class Lane:
         self._closed = False
 
     def call(self, number: int, payload: bytes, *, timeout_seconds: float) -> bytes:
-        """The answer's payload. Raises LaneFailure."""
+        """The answer's payload. Raises LaneFailure, LaneRefused when nothing was run."""
         deadline = self._clock.now() + timeout_seconds
         connection = self._take(timeout_seconds)
         is_whole = False
         try:
-            connection.settimeout(self._left(deadline))
-            connection.sendall(pack(number, payload))
+            self._send(connection, pack(number, payload), deadline)
             status, answer = self._receive(connection, deadline)
-            is_whole = True
+            is_whole = status != REFUSED
         except TimeoutError:
             raise LaneFailure(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "no answer from the daemon in time"
@@ -69,6 +76,8 @@ class Lane:
             ) from None
         finally:
             self._give_back(connection, is_whole=is_whole)
+        if status == REFUSED:
+            raise LaneRefused("no room for a connection", deadline - self._clock.now())
         if status:
             code = _STATUS.get(status, grpc.StatusCode.UNKNOWN)
             raise LaneFailure(code, answer.decode("utf-8", errors="replace"))
@@ -97,19 +106,24 @@ class Lane:
                 connection = self._idle.pop()
                 self._busy.add(connection)
                 return connection
+        try:
+            connection = self._connect(timeout_seconds)
+        except OSError as error:
+            raise LaneRefused(f"the daemon is not there: {error}", timeout_seconds) from None
+        with self._lock:
+            self._busy.add(connection)
+        self._end_if_closed(connection)
+        return connection
+
+    def _connect(self, timeout_seconds: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             connection.settimeout(max(timeout_seconds, 0.001))
             connection.connect(self._path)
-        except OSError as error:
+        except OSError:
             connection.close()
-            raise LaneFailure(
-                grpc.StatusCode.UNAVAILABLE, f"the daemon is not there: {error}"
-            ) from None
-        with self._lock:
-            self._busy.add(connection)
-        self._end_if_closed(connection)
+            raise
         return connection
 
     def _end_if_closed(self, connection: socket.socket) -> None:
@@ -125,6 +139,14 @@ class Lane:
                 self._idle.append(connection)
                 return
         connection.close()
+
+    def _send(self, connection: socket.socket, frame: bytes, deadline: float) -> None:
+        connection.settimeout(self._left(deadline))
+        try:
+            connection.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            # The frame did not get there whole, and only whole ones are run.
+            raise LaneRefused(f"the daemon hung up: {error}", self._left(deadline)) from None
 
     def _receive(self, connection: socket.socket, deadline: float) -> tuple[int, bytes]:
         received = self._read(connection, deadline)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, cast
 import grpc
 
 from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
-from kvtier.client.lane import Lane
+from kvtier.client.lane import Lane, LaneRefused
 from kvtier.lane import LANE_CALLS
 
 Request_contra = TypeVar("Request_contra", contravariant=True)
@@ -37,11 +37,24 @@ class Rpc:
         made = self._made.get(("unary", call.name))
         if made is None:
             if self._lane is not None and call.name in LANE_CALLS:
-                made = _by_lane(self._lane, call)
+                made = self._by_lane(self._lane, call)
             else:
                 made = self.over_grpc(call)
             self._made["unary", call.name] = made
         return cast("Unary[Q, A]", made)
+
+    def _by_lane(self, lane: Lane, call: Call[Q, A]) -> Unary[Q, A]:
+        number, encode, decode = LANE_CALLS.index(call.name), _serializer(call), _parser(call)
+
+        def perform(request: Q, *, timeout: float) -> A:
+            try:
+                return decode(lane.call(number, encode(request), timeout_seconds=timeout))
+            except LaneRefused as refused:
+                if refused.left_seconds <= 0:
+                    raise
+                return self.over_grpc(call)(request, timeout=refused.left_seconds)
+
+        return perform
 
     def over_grpc(self, call: Call[Q, A]) -> grpc.UnaryUnaryMultiCallable[Q, A]:
         """Not by the lane: for whoever wants a future."""
@@ -74,15 +87,6 @@ class Rpc:
         if self._lane is not None:
             self._lane.close_in_child()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._channel))
-
-
-def _by_lane(lane: Lane, call: Call[Q, A]) -> Unary[Q, A]:
-    number, encode, decode = LANE_CALLS.index(call.name), _serializer(call), _parser(call)
-
-    def perform(request: Q, *, timeout: float) -> A:
-        return decode(lane.call(number, encode(request), timeout_seconds=timeout))
-
-    return perform
 
 
 def cancel(call: grpc.RpcContext) -> None:

@@ -1,7 +1,10 @@
 """The daemon's end of the call lane: frames in, the same handlers as gRPC, frames out.
 
-Invariant: at most one call runs on a connection. A client that sends on meanwhile breaks the
-protocol and is closed; one that closes cancels its call.
+Invariant: at most one call runs on a connection. A client that sends on before it has read the
+answer breaks the protocol and is closed; one that closes cancels its call. Anybody in our group can
+connect, so nobody without a token may cost much: memory grows with the bytes that came, a frame
+must be whole in time, and those who never made a good call go first when the connections are used
+up.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
-from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, pack
+from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, REFUSED, pack
 
 log = logging.getLogger(__name__)
 
 # Most frames fit: one read, no allocation.
 SCRATCH_BYTES = 64 << 10
 BACKLOG = 128
+FRAME_SECONDS_MAX = 5.0
 
 Answer = Callable[[int, bytes], Awaitable[bytes]]
 """(call number, payload) -> the answer's frame; never raises but for cancellation."""
@@ -32,7 +36,7 @@ class LaneListener:
     def __init__(self, answer: Answer, *, connections_max: int) -> None:
         self._answer = answer
         self.connections_max = connections_max
-        self._connections: set[LaneConnection] = set()
+        self._connections: dict[LaneConnection, None] = {}
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
 
@@ -75,7 +79,7 @@ class LaneConnection(asyncio.BufferedProtocol):
         self,
         answer: Answer,
         tasks: asyncio.TaskGroup,
-        connections: set[LaneConnection],
+        connections: dict[LaneConnection, None],
         connections_max: int,
     ) -> None:
         self._answer = answer
@@ -87,16 +91,19 @@ class LaneConnection(asyncio.BufferedProtocol):
         self._frame = self._scratch  # Where the frame being read is gathered.
         self._filled_bytes = 0
         self._call: asyncio.Task[None] | None = None
+        self._late: asyncio.TimerHandle | None = None  # While a frame is not whole.
+        self._has_called = False  # A call was answered with OK: somebody with a token.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it.
-        self._connections.add(self)
+        self._connections[self] = None
         if len(self._connections) > self._connections_max:
             log.warning("too many lane connections", extra={"max": self._connections_max})
-            self.close()
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.discard(self)
+        self._connections.pop(self, None)
+        self._set_late(None)
         if self._call is not None:
             self._call.cancel()
 
@@ -105,11 +112,13 @@ class LaneConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled_bytes += nbytes
-        if self._call is not None:
-            log.warning("lane frame before the answer")
+        assert self._transport is not None, "bytes before the connection"
+        if self._call is not None or self._transport.get_write_buffer_size():
+            log.warning("lane frame before the answer was read")
             self.close()
             return
         if self._filled_bytes < HEAD.size:
+            self._expect_rest()
             return
         payload_bytes, number = HEAD.unpack_from(self._frame)
         frame_bytes = HEAD.size + payload_bytes
@@ -119,17 +128,40 @@ class LaneConnection(asyncio.BufferedProtocol):
         elif self._filled_bytes == frame_bytes:
             payload = memoryview(self._frame)[HEAD.size : frame_bytes]
             self._begin(number, bytes(payload))  # gil-ok: control messages, 1 MiB at most
-        elif len(self._frame) < frame_bytes:
-            larger = bytearray(frame_bytes)
-            larger[: self._filled_bytes] = self._frame[: self._filled_bytes]
-            self._frame = larger
+        else:
+            self._expect_rest()
+            if self._filled_bytes == len(self._frame):  # Not by what it says: by what has come.
+                larger = bytearray(min(frame_bytes, 2 * len(self._frame)))
+                larger[: self._filled_bytes] = self._frame
+                self._frame = larger
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
+    def _make_room(self) -> None:
+        """Close the oldest connection that made no good call; if there is none, refuse this one."""
+        assert self._transport is not None, "too many before the connection"
+        for other in self._connections:
+            if other is not self and not other._has_called and other._call is None:
+                del self._connections[other]
+                other.close()
+                return
+        self._transport.write(refusal(REFUSED, "too many connections: use gRPC"))
+        self._transport.close()
+
+    def _expect_rest(self) -> None:
+        if self._late is None:
+            loop = asyncio.get_running_loop()
+            self._set_late(loop.call_later(FRAME_SECONDS_MAX, self.close))
+
+    def _set_late(self, late: asyncio.TimerHandle | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = late
+
     def _begin(self, number: int, payload: bytes) -> None:
-        assert self._transport is not None, "a frame before the connection"
+        self._set_late(None)
         assert self._call is None, "two calls on one connection"
         self._frame, self._filled_bytes = self._scratch, 0
         self._call = self._tasks.create_task(self._run(number, payload))
@@ -141,6 +173,7 @@ class LaneConnection(asyncio.BufferedProtocol):
             frame = await self._answer(number, payload)
         finally:
             self._call = None
+        self._has_called |= HEAD.unpack_from(frame)[1] == 0
         if not transport.is_closing():
             transport.write(frame)
 

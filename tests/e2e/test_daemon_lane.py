@@ -154,3 +154,26 @@ def test_a_client_that_hangs_up_in_mid_call_leaves_no_lease_behind(
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert client.check().violations == []
+
+
+def test_clients_without_a_token_cannot_use_up_the_connections() -> None:
+    with running_daemon(options={"grpc.calls_max": "16"}) as daemon:
+        idle = [connect(daemon) for _ in range(40)]
+        with Client(daemon.socket) as client:
+            namespace = client.open_namespace(SPEC)
+            assert client.wait_namespace(namespace, 10)
+            for _ in range(5):
+                assert client.match(namespace, [b"h" * 32], timeout_seconds=10).matched_count == 0
+        for connection in idle:
+            connection.close()
+
+
+def test_a_client_that_finds_no_room_on_the_lane_uses_grpc() -> None:
+    with running_daemon(options={"grpc.calls_max": "1"}) as daemon:
+        with Client(daemon.socket) as first, Client(daemon.socket) as second:
+            for client in (first, second, first, second):
+                namespace = client.open_namespace(SPEC)
+                assert client.wait_namespace(namespace, 10)
+                assert client.match(namespace, [b"h" * 32], timeout_seconds=10).matched_count == 0
+                assert client.connected
+        assert "too many lane connections" in daemon.log_text

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvtier.client.lane import Lane, LaneFailure
+from kvtier.client.lane import Lane, LaneFailure, LaneRefused
 from kvtier.clock import SystemClock
-from kvtier.lane import HEAD, pack
+from kvtier.lane import HEAD, REFUSED, pack
 
 Serve = Callable[[socket.socket], None]
 
@@ -128,8 +128,42 @@ def test_an_answer_that_is_no_frame_is_no_answer(
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def test_a_refused_connection_says_that_nothing_was_run_and_is_not_used_again(
+    start: Callable[[Serve], Lane],
+) -> None:
+    refusals = iter([True, False])
+
+    def serve(connection: socket.socket) -> None:
+        _, payload = read_frame(connection)
+        connection.sendall(pack(REFUSED, b"") if next(refusals) else pack(0, payload))
+
+    lane = start(serve)
+    with pytest.raises(LaneRefused) as refused:
+        lane.call(0, b"", timeout_seconds=5)
+    assert 0 < refused.value.left_seconds <= 5
+    assert lane.call(0, b"x", timeout_seconds=5) == b"x"
+
+
+def test_a_daemon_that_hung_up_before_the_frame_came_ran_nothing(
+    start: Callable[[Serve], Lane],
+) -> None:
+    hung_up = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        _, payload = read_frame(connection)
+        connection.sendall(pack(0, payload))
+        connection.close()
+        hung_up.set()
+
+    lane = start(serve)
+    assert lane.call(0, b"x", timeout_seconds=5) == b"x"
+    assert hung_up.wait(5)
+    with pytest.raises(LaneRefused):
+        lane.call(0, b"y", timeout_seconds=5)
+
+
 def test_nobody_there_is_unavailable_at_once(socket_dir: Path) -> None:
-    with pytest.raises(LaneFailure) as failure:
+    with pytest.raises(LaneRefused) as failure:
         Lane(socket_dir / "nothing", SystemClock()).call(0, b"", timeout_seconds=60)
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
 

@@ -7,8 +7,9 @@ from typing import cast
 
 import pytest
 
-from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, pack
-from kvtier.server.lane import LaneConnection
+from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, REFUSED, pack
+from kvtier.server import lane
+from kvtier.server.lane import SCRATCH_BYTES, LaneConnection
 
 
 class Wire:
@@ -16,6 +17,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
+        self.unread_bytes = 0
         self.closed = False
 
     def write(self, data: bytes) -> None:
@@ -24,19 +26,32 @@ class Wire:
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
+
     def abort(self) -> None:
+        self.closed = True
+
+    def close(self) -> None:
         self.closed = True
 
 
 class Peer:
     """A connection and what its calls were."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, *, connections_max: int = 4) -> None:
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        connections_max: int = 4,
+        beside: dict[LaneConnection, None] | None = None,
+    ) -> None:
         self.calls: list[tuple[int, bytes]] = []
         self.hang = False
         self.cancelled = False
         self.wire = Wire()
-        self.connection = LaneConnection(self._answer, tasks, set(), connections_max)
+        connections = {} if beside is None else beside
+        self.connection = LaneConnection(self._answer, tasks, connections, connections_max)
         self.connection.connection_made(cast("asyncio.Transport", self.wire))
 
     async def _answer(self, number: int, payload: bytes) -> bytes:
@@ -122,10 +137,75 @@ def test_a_client_that_closes_cancels_its_call() -> None:
     asyncio.run(body())
 
 
-def test_connections_beyond_the_limit_are_closed_at_once() -> None:
+def test_beyond_the_limit_those_go_first_who_made_no_good_call() -> None:
     async def body() -> None:
         async with asyncio.TaskGroup() as tasks:
-            assert Peer(tasks, connections_max=0).wire.closed
-            assert not Peer(tasks, connections_max=1).wire.closed
+            beside: dict[LaneConnection, None] = {}
+            caller, waiting, idle, late = (
+                Peer(tasks, connections_max=3, beside=beside) for _ in range(4)
+            )
+            assert [one.wire.closed for one in (caller, waiting, idle, late)] == [
+                True,  # The oldest: nobody has called yet.
+                False,
+                False,
+                False,
+            ]
+            for one in (waiting, idle):
+                one.feed(pack(0, b"x"))
+            late.hang = True
+            late.feed(pack(0, b"x"))
+            await late.settle()
+            refused = Peer(tasks, connections_max=3, beside=beside)
+            assert refused.wire.closed
+            assert HEAD.unpack_from(refused.wire.written[0])[1] == REFUSED
+            assert not any(one.wire.closed for one in (waiting, idle, late))
+            late.connection.connection_lost(None)
+
+    asyncio.run(body())
+
+
+def test_memory_grows_with_the_bytes_that_came_not_with_what_the_head_says() -> None:
+    async def body() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            peer = Peer(tasks)
+            peer.feed(HEAD.pack(PAYLOAD_BYTES_MAX, 0))
+            assert len(peer.connection.get_buffer(-1)) <= SCRATCH_BYTES
+            peer.feed(bytes(3 * SCRATCH_BYTES))
+            assert len(peer.connection.get_buffer(-1)) <= 4 * SCRATCH_BYTES
+            peer.connection.connection_lost(None)
+
+    asyncio.run(body())
+
+
+def test_a_client_that_sends_on_without_reading_its_answer_is_closed() -> None:
+    async def body() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            peer = Peer(tasks)
+            peer.feed(pack(0, b"x"))
+            await peer.settle()
+            peer.wire.unread_bytes = 5
+            peer.feed(pack(0, b"y"))
+            await peer.settle()
+            assert peer.wire.closed
+            assert len(peer.calls) == 1
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("part", [b"\x09", pack(0, b"half a frame")[:-3]])
+def test_a_frame_that_is_not_whole_in_time_closes_the_connection(
+    part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "FRAME_SECONDS_MAX", 0.0)
+
+    async def body() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            slow, whole = Peer(tasks), Peer(tasks)
+            whole.feed(pack(0, b"x")[:3])
+            whole.feed(pack(0, b"x")[3:])
+            slow.feed(part)
+            await asyncio.sleep(0.02)
+            assert slow.wire.closed
+            assert not whole.wire.closed
 
     asyncio.run(body())

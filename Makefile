@@ -45,11 +45,13 @@ sim: setup ## Simulation on a fresh seed, or on SEED=n to replay one.
 	echo "make sim SEED=$$seed"; \
 	KVTIER_SIM_SEED=$$seed PYTHONHASHSEED=0 $(BIN)/python -m pytest -q tests/sim
 
-bench: setup ## The benchmarks of the command line, as JSON.
-	$(BIN)/kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json
-	$(BIN)/kvtier bench transfer --json
-	$(BIN)/kvtier bench daemon --json
-	$(BIN)/kvtier bench churn --json
+bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md.
+	$(BIN)/kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json > benchmarks/results/match.json
+	$(BIN)/kvtier bench transfer --json > benchmarks/results/transfer.json
+	$(BIN)/kvtier bench daemon --json > benchmarks/results/daemon.json
+	$(BIN)/kvtier bench churn --json > benchmarks/results/churn.json
+	$(BIN)/python -m benchmarks.engine_prefill > benchmarks/results/engine_prefill.json
+	$(BIN)/python -m benchmarks.document
 
 test-vllm: ## Tests with real vLLM (not built yet).
 	@echo "make test-vllm: the vLLM connector (kvtier/connector/vllm) is not built yet" >&2; exit 1

@@ -1,0 +1,207 @@
+"""Writes docs/benchmarks.md from benchmarks/results/*.json: `python -m benchmarks.document`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+NAMES = ("match", "transfer", "daemon", "churn", "engine_prefill")
+
+Result = dict[str, Any]
+
+
+def render() -> str:
+    """The whole document."""
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
+    parts = (
+        _INTRODUCTION,
+        _machine(results),
+        _match(results["match"]),
+        _transfer(results["transfer"]),
+        _daemon(results["daemon"]),
+        _churn(results["churn"]),
+        _prefill(results["engine_prefill"]),
+    )
+    return "\n".join(parts)
+
+
+def _row(name: str, value: str, target: Result | None = None, unit: str = "") -> str:
+    if target is None:
+        return f"| {name} | {value} | – | |"
+    sign, bound = ("≤", target["at_most"]) if "at_most" in target else ("≥", target["at_least"])
+    verdict = "met" if target["met"] else "**missed**"
+    return f"| {name} | {value} | {sign} {bound:g}{unit} | {verdict} |"
+
+
+def _machine(results: dict[str, Result]) -> str:
+    facts = results["match"]["environment"]
+    loads = ", ".join(
+        f"{results[name]['environment']['load_average']:.1f} at `{name}`"
+        for name in NAMES
+        if "environment" in results[name]
+    )
+    return f"""## Machine
+
+{facts["cpu"]}, {facts["cores"]} cores, {facts["memory_gib"]} GiB, Linux {facts["kernel"]}, Python
+{facts["python"]}, grpcio {facts["grpcio"]}, protobuf {facts["protobuf"]}, uvloop {facts["uvloop"]};
+pool on huge pages ({facts["page_kind"]}); {facts["date"][:10]}, commit {facts["commit"]}. No GPU.
+
+The machine is virtual and shared; load averages before each run: {loads}. So read the ratios, and the
+bare gRPC server measured beside each match, rather than the milliseconds.
+"""
+
+
+def _match(r: Result) -> str:
+    t = r["targets"]
+    rows = [
+        _row("match, median", f"{r['p50_ms']:.2f} ms", t["p50_ms"], " ms"),
+        _row("match, p99", f"{r['p99_ms']:.2f} ms"),
+        _row("the bare gRPC server, median", f"{r['bare_p50_ms']:.2f} ms"),
+        _row("the bare gRPC server, p99", f"{r['bare_p99_ms']:.2f} ms"),
+        _row("of a match, in the daemon's handler", f"{r['daemon_us']:.0f} µs"),
+        _row("beside an engine that acquires in a loop, median", f"{r['p50_busy_ms']:.2f} ms"),
+        _row("the same, p99", f"{r['p99_busy_ms']:.2f} ms", t["p99_busy_ms"], " ms"),
+        _row("acquires of that engine", f"{r['busy_acquires_per_second']:.0f} a second"),
+        _row(
+            "memory a block, pool and slot table left out",
+            f"{r['bytes_per_block']:.0f} bytes",
+            t["bytes_per_block"],
+        ),
+        _row(
+            "acquire and touch, time in the daemon's call, a block",
+            f"{r['acquire_us_per_block']:.2f} µs",
+            t["acquire_us_per_block"],
+            " µs",
+        ),
+        _row("wrong answers", str(r["wrong_answers"])),
+    ]
+    return f"""## match: a 128 K-token prompt against a million blocks
+
+Tiny slots hold {r["resident_blocks"]:,} blocks, committed by a real session. Trunks that branch near their
+end give {r["chains"]:,} distinct chains of {r["chain_blocks"]:,} blocks to ask for: a third resident, a third to
+a random depth, a third not at all; every answer is compared with what is known. Client, daemon and the
+busy engine are three processes. In turn with each match the same bytes go to a gRPC server of the same
+library, event loop and settings that does nothing: matches pass by the lane beside gRPC
+([decision 0008](decisions/0008-a-lane-beside-grpc.md)).
+
+| figure | value | target | |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+"""
+
+
+def _transfer(r: Result) -> str:
+    t = r["targets"]
+    rows = []
+    for size, suffix in (("256 MiB", ""), ("64 MiB", "_64")):
+        for way in ("offload", "onboard"):
+            name = f"{way}_ratio{suffix}"
+            rows.append(_row(f"{way} / memcpy, {size}", f"{r[name]:.2f}", t[name]))
+            rate, beside = r[f"{way}_gb_s{suffix}"], r[f"{way}_memcpy_gb_s{suffix}"]
+            rows.append(
+                _row(f"{way}, {size}; memcpy beside it", f"{rate:.1f} GB/s; {beside:.1f} GB/s")
+            )
+    return f"""## transfer: through the arena, against memcpy
+
+Engine A offloads, engine B (another process) onboards what A committed, {r["rounds"]} rounds of each size,
+blocks of 2 MiB, pool of {r["pool_bytes"] >> 30} GiB so that the stock rule lets A reserve everything ahead. Counted:
+the copies and Commit; Acquire, the copies and Release. Beside each, in the same process, memcpy
+(`np.copyto`) of as many bytes between two buffers on the same kind of pages; who goes first alternates.
+Ratio: median over the rounds. B compares every block with what A wrote ({r["wrong_bytes"]} wrong).
+
+| figure | value | target | |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+"""
+
+
+def _daemon(r: Result) -> str:
+    t = r["targets"]
+    rows = [
+        _row("start to READY, median of 5", f"{r['start_s']:.2f} s", t["start_s"], " s"),
+        _row(
+            "resident memory without pool and slot table",
+            f"{r['rss_mib']:.0f} MiB",
+            t["rss_mib"],
+            " MiB",
+        ),
+        _row(
+            f"idle, over {r['idle_seconds']} s",
+            f"{r['idle_core_percent']:.2f} % of a core",
+            t["idle_core_percent"],
+            " %",
+        ),
+    ]
+    return f"""## daemon: what it costs to have one
+
+| figure | value | target | |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+"""
+
+
+def _churn(r: Result) -> str:
+    s = r["settings"]
+    return f"""## churn: more conversations than room
+
+{s["engines"]} engine processes play turns of {s["conversations"]:,} conversations of up to {s["blocks"]} blocks against a pool
+of {s["pool_bytes"] >> 20} MiB for {s["seconds"]} s: match, acquire, read and compare, release, reserve, write, commit; one
+in ten aborts.
+
+| figure | value |
+| --- | --- |
+| calls a second | {r["calls_per_second"]:.0f} |
+| hit ratio | {r["hit_ratio"]:.2f} |
+| blocks evicted | {r["evicted_blocks"]:,.0f} |
+| blocks read, of them wrong | {r["read_blocks"]:,}, {r["wrong_blocks"]} |
+| violated invariants at the end | {r["violation_count"]} |
+| match, median and p99 | {r["match_p50_ms"]:.2f}, {r["match_p99_ms"]:.2f} ms |
+| acquire, median and p99 | {r["acquire_p50_ms"]:.2f}, {r["acquire_p99_ms"]:.2f} ms |
+| commit, median and p99 | {r["commit_p50_ms"]:.2f}, {r["commit_p99_ms"]:.2f} ms |
+"""
+
+
+def _prefill(r: Result) -> str:
+    return f"""## engine_prefill: the reference engine, beside transformers
+
+The same weights (SmolLM2-135M), float32, {r["threads"]} threads, {r["prefill_tokens"]:,} tokens, interleaved rounds.
+
+| figure | value | target |
+| --- | --- | --- |
+| prefill, transformers' time / ours | {r["prefill_ratio"]:.2f} | ≥ 0.7 |
+| ours; theirs | {r["engine_s"]:.2f} s; {r["transformers_s"]:.2f} s | – |
+| time to first token of {r["ttft_tokens"]:,} tokens, all but {r["ttft_fresh_tokens"]} cached / cold | {r["ttft_ratio"]:.3f} | ≤ 0.25 |
+
+What kvtier does to the time to first token is in the demo (`make demo`), which checks its own claims.
+"""
+
+
+_INTRODUCTION = """# Benchmarks
+
+Generated by `python -m benchmarks.document`; do not edit. Every figure comes from a JSON file in
+[benchmarks/results](../benchmarks/results), which also says on what it was measured. Targets are those of
+the architecture: ratios and times on one machine.
+
+## How to run them
+
+```
+kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json
+kvtier bench transfer --json
+kvtier bench daemon --json
+kvtier bench churn --json
+```
+
+`make bench` runs all of them and the engine's, writes benchmarks/results and this document. Each starts a
+private daemon in a temporary directory and removes both afterwards, also after ctrl-C or SIGTERM;
+`--socket PATH` measures a running daemon instead. Progress goes to standard error. The exit code is 0, 1
+when an answer, a byte or an invariant was wrong (with `--strict` also when a target was missed), 2 for a
+mistake in the arguments, 3 when no daemon answers.
+"""
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(), encoding="utf-8")

@@ -387,9 +387,13 @@ class BlockManager:
     def _require_reserved(self, session: SessionId, residency: Residency, slots: ev.Slots) -> None:
         if session != DAEMON_SESSION:
             self._engines.require_live(session)
-        if len(np.unique(slots)) != len(slots):
+        allocator = residency.tier.allocator
+        places = allocator.places_of(slots)
+        # Not by sorting: a long list takes 30 times as long.
+        named = np.zeros(allocator.place_count, dtype=np.bool_)
+        named[places] = True
+        if np.count_nonzero(named) != len(slots):
             raise NotReserved("a slot is named twice: name each reserved slot once")
-        places = residency.tier.allocator.places_of(slots)
         foreign = np.flatnonzero(residency.tier.owner[places] != session)
         if len(foreign):
             raise NotReserved(

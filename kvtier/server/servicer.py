@@ -38,7 +38,8 @@ from kvtier.types import (
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
 
-RESERVE_SLOTS_MAX = 65_536  # The answer stays far below 4 MiB.
+RESERVE_SLOTS_MAX = 65_536  # The answer stays far below 4 MiB. Abort takes as many.
+RELEASE_LEASES_MAX = 4096  # More, unknown ones included, would hold the loop up.
 TURN_KIND_CHARS_MAX = 32
 
 
@@ -145,6 +146,7 @@ class EngineCalls:
 
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
         """Leases of the caller's engine, and pins of administrators, which the daemon holds."""
+        _check_count("lease_ids", len(request.lease_ids), RELEASE_LEASES_MAX)
         leases = tuple(LeaseId(lease) for lease in request.lease_ids)
         ended = await self._core.run(ev.Release(caller.session, leases))
         assert isinstance(ended, ins.LeasesEnded), "Release has one kind of reply"
@@ -159,8 +161,7 @@ class EngineCalls:
 
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
         namespace = self._namespaces.get(request.namespace_id)
-        if request.count > RESERVE_SLOTS_MAX:
-            raise BadRequest(f"count is {request.count}: reserve at most {RESERVE_SLOTS_MAX}")
+        _check_count("count", request.count, RESERVE_SLOTS_MAX)
         reply = await self._core.run(ev.Reserve(caller.session, namespace.id, request.count))
         assert isinstance(reply, ins.SlotsReserved), "Reserve has one kind of reply"
         self._metrics.reserved_slots.inc(len(reply.slots))
@@ -179,6 +180,7 @@ class EngineCalls:
 
     async def abort(self, request: pb.AbortRequest, caller: Caller) -> pb.AbortResponse:
         namespace = self._namespaces.get(request.namespace_id)
+        _check_count("slots", len(request.slots), RESERVE_SLOTS_MAX)
         slots = slots_from(request.slots)
         reply = await self._core.run(ev.Abort(caller.session, namespace.id, slots))
         assert isinstance(reply, ins.Aborted), "Abort has one kind of reply"
@@ -255,6 +257,11 @@ class EngineCalls:
             one: request.token_ids[place * size : place * size + size]
             for place, one in enumerate(hashes)
         }
+
+
+def _check_count(name: str, count: int, count_max: int) -> None:
+    if count > count_max:
+        raise BadRequest(f"{name}: {count}, at most {count_max} a call")
 
 
 def _commit_event(

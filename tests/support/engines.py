@@ -52,11 +52,17 @@ def patient_client(socket: Path) -> Client:
 def offload_prompts(
     connected: ConnectedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[tuple[int, ...]]:
-    """Run the prompts, and see that kvtier has all their full blocks; the tokens they gave."""
+    """Run the prompts, and see that kvtier has all their full blocks; the tokens they gave.
+
+    One after another: together they may need more device blocks than there are, and an engine that
+    runs short of them does not wait for offloads.
+    """
     namespace = connected.client.open_namespace(connected.spec)
     chains = [hashes_of(prompt) for prompt in prompts]
-    results = connected.engine.generate(prompts, params)
-    assert connected.engine.wait_offloads(15.0)
+    results = []
+    for prompt in prompts:
+        results.extend(connected.engine.generate([prompt], params))
+        assert connected.engine.wait_offloads(15.0)
     matched = [connected.client.match(namespace, hashes).matched_count for hashes in chains]
     assert matched == [len(hashes) for hashes in chains], connected.scheduler.stats()
     return [result.token_ids for result in results]

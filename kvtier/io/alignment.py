@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtier.memory import Bytes
+
 ALIGNMENTS = (512, 1024, 2048, 4096)
 
 _AT_EMPTY_PATH = 0x1000
@@ -99,9 +101,14 @@ def _statx_alignment(fd: int) -> int | None:
 def _read_works(fd: int, alignment: int) -> bool:
     """A read at an offset and an address that are aligned this much and no more."""
     size = max(os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_END))
-    page = np.frombuffer(mmap.mmap(-1, 4 * ALIGNMENTS[-1]), np.uint8)
+    page = aligned_buffer(4 * ALIGNMENTS[-1])
     try:
         read = os.preadv(fd, [page[alignment : 2 * alignment]], alignment)
     except OSError:
         return False
     return read == alignment or size < 2 * alignment
+
+
+def aligned_buffer(length_bytes: int) -> Bytes:
+    """Zeros at an address that every direct access accepts; for small reads and writes of ours."""
+    return np.frombuffer(mmap.mmap(-1, max(1, length_bytes)), np.uint8)[:length_bytes]

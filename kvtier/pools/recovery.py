@@ -48,10 +48,10 @@ def recover(table: Bytes, generation: int, epochs: Mapping[bytes, int]) -> Recov
     entries = table[: len(table) // ENTRY_BYTES * ENTRY_BYTES].view(ENTRY)
     used = np.flatnonzero(table.view(np.uint64).reshape(-1, ENTRY_BYTES // 8).any(axis=1))
     found = entries[used]
-    sound = _sound(found, generation)
+    sound = sound_entries(found, generation)
     reserved = sound & (found["state"] == SlotState.RESERVED)
     ready = sound & (found["state"] == SlotState.READY) & _current(found, epochs)
-    ready[ready] = _newest(found[ready])
+    ready[ready] = newest_entries(found[ready])
     slots = used.astype(np.uint32)
     return RecoveredEntries(
         ready_slots=slots[ready],
@@ -62,8 +62,8 @@ def recover(table: Bytes, generation: int, epochs: Mapping[bytes, int]) -> Recov
     )
 
 
-def _sound(entries: Entries, generation: int) -> _Mask:
-    """Conditions of the entry by itself; the CRC, the dearest, only where the rest is right."""
+def sound_entries(entries: Entries, generation: int) -> _Mask:
+    """Which are right by themselves; the CRC, the dearest, only where the rest is right."""
     sound: _Mask = (
         (entries["magic"] == MAGIC)
         & (entries["version"] == FORMAT_VERSION)
@@ -86,8 +86,8 @@ def _current(entries: Entries, epochs: Mapping[bytes, int]) -> _Mask:
     return current
 
 
-def _newest(entries: Entries) -> _Mask:
-    """True for the entry with the highest sequence number of each block.
+def newest_entries(entries: Entries) -> _Mask:
+    """Which have the highest sequence number of their block.
 
     Few blocks occur twice, so whole hashes are compared only where their first 8 bytes agree.
     """

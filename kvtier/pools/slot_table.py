@@ -74,6 +74,7 @@ ENTRY = np.dtype(
     ]
 )
 assert ENTRY.itemsize == ENTRY_BYTES
+CHECKSUM_WORD = 14  # Its place in an entry read as 8-byte words.
 
 Entries = npt.NDArray[np.void]
 Slots = npt.NDArray[np.uint32]
@@ -178,6 +179,15 @@ class SlotTable:
         entries["checksum"] = checksums
         self._write(slots[ready], entries[ready])
         return int(ready.sum())
+
+    def adopt(self, slots: Slots, entries: Entries) -> None:
+        """Entries that recovery found sound; they are taken as they are."""
+        store_entries(self._words, slots, entries)
+
+    def checksums(self, slots: Slots) -> npt.NDArray[np.uint64]:
+        """The payload checksums in the entries of these slots; 0 where there is none."""
+        checksums: npt.NDArray[np.uint64] = self._words[slots, CHECKSUM_WORD]
+        return checksums
 
     def write_gone(self, slots: Slots) -> None:
         """These slots hold nothing."""

@@ -1,0 +1,389 @@
+"""NVMe pool: one preallocated file or device per path, in segments, with its slot table inside.
+
+The pool knows where slots lie and what its table says of them; which blocks come and go is decided
+elsewhere. Its life of one slot: `reserve`, `write_blocks`, then `write_ready` or `abort`; much
+later `write_gone`, or the whole segment is reused by a `reserve`. Blocks that are read are pinned
+before and unpinned when the batch has *returned*, and slots that are written end their reservation
+then, not when the wait for them ended.
+
+Nothing is fsynced but the superblock, at open and close. What the disk then says after a crash may
+be old, new or torn in any mixture; `recover` believes what `nvme_recovery.py` says, and every read
+compares the payload with the checksum in the entry. A checksum that differs is a miss: CORRUPT.
+
+All methods belong to one thread, views may be used in any. A disk that fails is a value,
+`PoolCondition`: after an error it is only read, once it is gone it is not used at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.errors import ConfigError
+from kvtier.io.alignment import aligned_buffer
+from kvtier.io.checksum import Checksums, block_checksum
+from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.memory import Bytes
+from kvtier.pools import nvme_recovery
+from kvtier.pools.nvme_paths import sorted_paths, write_superblock
+from kvtier.pools.nvme_recovery import RecoveredBlocks
+from kvtier.pools.nvme_table import TableImage
+from kvtier.pools.segments import PAD_BYTES, Reserved, SegmentBook, SegmentHeader, SlotLayout
+from kvtier.pools.slot_table import BlockFacts, Slots
+from kvtier.pools.superblock import LIFE_MAX
+from kvtier.types import BlockHash
+
+Block = Sequence[Bytes]
+"""The views of one block's shards, each as long as a padded shard."""
+
+Ended = Callable[[Batch], None]
+CLOSE_SECONDS = 10.0
+_RECENCY_STEP = 1 << 18
+
+
+class PoolState(StrEnum):
+    """What a pool may be asked for."""
+
+    ON = "on"
+    READ_ONLY = "read_only"  # Nothing is written any more, the table neither.
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCondition:
+    """`reason` is for people; empty while the pool is ON."""
+
+    state: PoolState
+    reason: str
+
+
+_ON = PoolCondition(PoolState.ON, "")
+_RANK = {PoolState.ON: 0, PoolState.READ_ONLY: 1, PoolState.OFF: 2}
+_TELLING = {
+    Outcome.EIO: PoolState.READ_ONLY,
+    Outcome.NO_SPACE: PoolState.READ_ONLY,
+    Outcome.GONE: PoolState.OFF,
+}
+
+
+class NvmePool:
+    """Over one driver per path, in any order. Owns the drivers."""
+
+    def __init__(
+        self,
+        drivers: Sequence[Driver],
+        *,
+        writable: bool = True,
+        on_condition: Callable[[PoolCondition], None] = lambda _: None,
+    ) -> None:
+        """Raises ConfigError when the paths are not exactly those of one formatted pool.
+
+        `on_condition` is called at each change for the worse, from whichever thread saw it.
+        """
+        self._drivers, self._superblocks = sorted_paths(drivers)
+        first = self._superblocks[0]
+        self.geometry = first.geometry
+        self.generation = first.generation
+        self.was_clean = all(one.is_clean for one in self._superblocks)
+        self._on_condition = on_condition
+        self._condition = _ON if writable else PoolCondition(PoolState.READ_ONLY, "opened to read")
+        self._condition_lock = threading.Lock()
+        life = max(one.life for one in self._superblocks) + 1
+        if life > LIFE_MAX:
+            raise ConfigError(f"{self._drivers[0].name} was opened {life} times: format it")
+        recency = (first.recency_count, first.recency_checksum)
+        self._recency_facts = recency if self.was_clean else None
+        if writable:
+            self._write_superblocks(is_clean=False, life=life, recency=(0, 0))
+        self._image = TableImage(self._drivers, self.geometry, self.generation)
+        self._book = SegmentBook(
+            segment_bytes=self.geometry.segment_bytes,
+            segment_count=self.geometry.segment_count * len(self._drivers),
+            row_count_max=self.geometry.row_count_max,
+            lane_count=len(self._drivers),
+            sequence_first=self._superblocks[0].sequence_first,
+        )
+
+    @property
+    def condition(self) -> PoolCondition:
+        return self._condition
+
+    @property
+    def book(self) -> SegmentBook:
+        """Pins, and questions about segments."""
+        return self._book
+
+    @property
+    def dirty_page_count(self) -> int:
+        """Pages of the table that are newer in memory than on the disk."""
+        return self._image.dirty_count
+
+    def recover(self, epochs: Mapping[bytes, int] | None) -> RecoveredBlocks:
+        """Read what the pool holds; once, before anything else. `epochs`: by fingerprint, the
+        current epoch of every namespace; None takes all, which is for tools.
+
+        Raises TableUnreadable.
+        """
+        headers = nvme_recovery.read_headers(self._drivers, self.geometry, self.generation)
+        slots, entries, void = nvme_recovery.read_blocks_of(
+            self._drivers, self.geometry, self.generation, headers, epochs
+        )
+        self._image.table.adopt(slots, entries)
+        self._image.put_headers(headers, on_disk=True)
+        self._image.mark(void)
+        self._book.adopt(self._lives(headers, slots))
+        recency = self._read_recency()
+        if recency is not None:
+            recency = recency[np.isin(recency, slots)]
+        return RecoveredBlocks(slots, entries, tuple(headers), void, recency)
+
+    def reserve(
+        self, fingerprint: bytes, layout: SlotLayout, count: int, *, key_id: int = 0
+    ) -> Reserved:
+        """Up to `count` slots; none unless the pool is ON. `evicted` blocks are gone at once."""
+        if self._condition.state is not PoolState.ON or self._book.slot_count(layout) == 0:
+            count = 0
+        reserved = (
+            self._book.reserve(fingerprint, layout, count, key_id=key_id)
+            if count
+            else Reserved(np.empty(0, np.uint32), (), np.empty(0, np.uint32))
+        )
+        self._image.table.write_gone(reserved.evicted)
+        self._image.mark(reserved.evicted)
+        self._image.put_headers(reserved.bound)
+        return reserved
+
+    def write_blocks(
+        self,
+        slots: Slots,
+        blocks: Sequence[Block],
+        checksums: Checksums,
+        *,
+        on_ended: Ended | None = None,
+        on_returned: Ended | None = None,
+    ) -> Batch:
+        """Write payloads into reserved slots; a block that does not match its checksum any more
+        is CORRUPT and not written."""
+        batch = self._batch(slots, blocks, checksums, on_ended, on_returned)
+        if self._condition.state is not PoolState.ON:
+            _refuse(batch)
+            return batch
+        for driver, accesses in self._accesses(slots, blocks):
+            driver.write(accesses, batch)
+        return batch
+
+    def read_blocks(
+        self,
+        slots: Slots,
+        blocks: Sequence[Block],
+        *,
+        on_ended: Ended | None = None,
+        on_returned: Ended | None = None,
+    ) -> Batch:
+        """Read payloads of pinned slots and compare them with their checksums."""
+        checksums = self._image.table.checksums(slots)
+        batch = self._batch(slots, blocks, checksums, on_ended, on_returned)
+        if self._condition.state is PoolState.OFF:
+            _refuse(batch)
+            return batch
+        for driver, accesses in self._accesses(slots, blocks):
+            driver.read(accesses, batch)
+        return batch
+
+    def write_ready(
+        self,
+        slots: Slots,
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash | None],
+        checksums: Checksums,
+        *,
+        epoch: int,
+    ) -> None:
+        """Table: these reserved slots, whose writes are DONE, hold these blocks."""
+        if len(slots) == 0:
+            return
+        header = self._book.header_of(int(slots[0]))
+        facts = BlockFacts(header.fingerprint, epoch, header.layout.payload_bytes)
+        sequence = self._book.take_sequences(len(slots))
+        self._book.commit(slots)
+        self._image.table.write_ready(slots, hashes, parents, facts, sequence=sequence)
+        self._image.table.write_checksums(slots, checksums)
+        self._image.mark(slots)
+
+    def abort(self, slots: Slots) -> None:
+        """These reserved slots hold nothing; only once their batch has returned."""
+        self._book.abort(slots)
+
+    def write_gone(self, slots: Slots) -> None:
+        """Table: these blocks are no more."""
+        self._book.void(slots)
+        self._image.table.write_gone(slots)
+        self._image.mark(slots)
+
+    def write_table(self) -> Batch | None:
+        """Send the changes of the table to the disk; called on a timer. None: nothing to do now."""
+        if self._condition.state is not PoolState.ON:
+            return None
+        return self._image.write(self._note)
+
+    def close(
+        self, *, clean: bool, recency: Slots | None = None, timeout_seconds: float = CLOSE_SECONDS
+    ) -> bool:
+        """Give the files back. `clean`: with the whole table on the disk, synced, and the order of
+        use (least recent first). False when that failed or a call still hangs.
+        """
+        closed = self._close_clean(recency, timeout_seconds) if clean else True
+        for driver in self._drivers:
+            closed &= driver.close(timeout_seconds)
+        self._image.close()
+        return closed
+
+    def check_invariants(self) -> list[str]:
+        """Violations, one text each; none when all is well."""
+        return self._book.check_invariants()
+
+    # --------------------------------------------------------------------------------- accesses
+
+    def _batch(
+        self,
+        slots: Slots,
+        blocks: Sequence[Block],
+        checksums: Checksums,
+        on_ended: Ended | None,
+        on_returned: Ended | None,
+    ) -> Batch:
+        assert len(slots) == len(blocks) == len(checksums), "one block and one checksum a slot"
+        layout = self._book.header_of(int(slots[0])).layout if len(slots) else SlotLayout(1, 1)
+        shard_bytes, expected = layout.shard_bytes, checksums.tolist()
+
+        def check(member: int) -> bool:
+            payload = [shard[:shard_bytes] for shard in blocks[member]]
+            return bool(block_checksum(payload) == expected[member])
+
+        def ended(batch: Batch) -> None:
+            self._note(batch)
+            if on_ended is not None:
+                on_ended(batch)
+
+        return Batch(len(slots), check=check, on_ended=ended, on_returned=on_returned)
+
+    def _accesses(self, slots: Slots, blocks: Sequence[Block]) -> list[tuple[Driver, list[Access]]]:
+        """What goes to each path."""
+        found: list[tuple[Driver, list[Access]]] = [(driver, []) for driver in self._drivers]
+        geometry = self.geometry
+        for member, (slot, block) in enumerate(zip(slots.tolist(), blocks, strict=True)):
+            layout = self._book.header_of(slot).layout
+            assert [len(shard) for shard in block] == [
+                layout.padded_shard_bytes
+            ] * layout.shard_count, "a view for each shard, padding included"
+            segment, row = divmod(slot, geometry.row_count_max)
+            local, path = divmod(segment, len(self._drivers))
+            first = geometry.segments_first + local * geometry.segment_bytes
+            offset = first + row * layout.slot_bytes
+            found[path][1].append(Access(member, offset, tuple(block)))
+        return [(driver, accesses) for driver, accesses in found if accesses]
+
+    def _note(self, batch: Batch) -> None:
+        """What a batch tells of the disk's health."""
+        for outcome in set(batch.outcomes) & set(_TELLING):
+            self.fail(PoolCondition(_TELLING[outcome], f"the disk answered {outcome.name}"))
+
+    def fail(self, condition: PoolCondition) -> None:
+        """Things have become worse; they never become better in this life of the daemon."""
+        with self._condition_lock:
+            if _RANK[condition.state] <= _RANK[self._condition.state]:
+                return
+            self._condition = condition
+        self._on_condition(condition)
+
+    # ------------------------------------------------------------------------- opening, closing
+
+    def _lives(
+        self, headers: Sequence[SegmentHeader], slots: Slots
+    ) -> list[tuple[SegmentHeader, list[int]]]:
+        segments, rows = np.divmod(slots, self.geometry.row_count_max)
+        starts = np.searchsorted(segments, [header.segment for header in headers])
+        ends = np.searchsorted(segments, [header.segment for header in headers], side="right")
+        return [
+            (header, rows[start:end].tolist())
+            for header, start, end in zip(headers, starts.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def _close_clean(self, recency: Slots | None, timeout_seconds: float) -> bool:
+        while (batch := self.write_table()) is not None:
+            batch.wait(timeout_seconds)
+            if not batch.is_returned:
+                return False
+        facts = (0, 0) if recency is None else self._write_recency(recency, timeout_seconds)
+        if self._image.dirty_count or facts is None or self._condition.state is not PoolState.ON:
+            return False
+        synced = [driver.sync() for driver in self._drivers]
+        if any(outcome is not Outcome.DONE for outcome in synced):
+            return False
+        return self._write_superblocks(is_clean=True, life=None, recency=facts)
+
+    def _write_superblocks(
+        self, *, is_clean: bool, life: int | None, recency: tuple[int, int]
+    ) -> bool:
+        """Both copies of each path, one after the other, synced; False when a disk refused."""
+        changed = [
+            one.next_revision(
+                is_clean=is_clean,
+                life=one.life if life is None else life,
+                recency_count=recency[0],
+                recency_checksum=recency[1],
+            )
+            for one in self._superblocks
+        ]
+        self._superblocks = changed
+        outcomes = {
+            write_superblock(driver, one)
+            for driver, one in zip(self._drivers, changed, strict=True)
+        }
+        for outcome in outcomes - {Outcome.DONE}:
+            state = _TELLING.get(outcome, PoolState.READ_ONLY)
+            self.fail(PoolCondition(state, f"the superblock could not be written: {outcome.name}"))
+        return outcomes == {Outcome.DONE}
+
+    def _write_recency(self, recency: Slots, timeout_seconds: float) -> tuple[int, int] | None:
+        """To the first path; (count, checksum)."""
+        count = min(len(recency), self.geometry.recency_count_max)
+        padded = aligned_buffer(-(-count * 4 // PAD_BYTES) * PAD_BYTES)
+        np.copyto(padded[: count * 4].view("<u4"), recency[:count])
+        first = self.geometry.recency_first
+        starts = range(0, len(padded), _RECENCY_STEP * 4)
+        batch = Batch(len(starts))
+        views = [padded[start : start + _RECENCY_STEP * 4] for start in starts]
+        self._drivers[0].write(
+            [
+                Access(member, first + start, (view,))
+                for member, (start, view) in enumerate(zip(starts, views, strict=True))
+            ],
+            batch,
+        )
+        done = all(outcome is Outcome.DONE for outcome in batch.wait(timeout_seconds))
+        checksum = xxhash.xxh3_64_intdigest(padded[: count * 4].data)
+        return (count, checksum) if done else None
+
+    def _read_recency(self) -> npt.NDArray[np.uint32] | None:
+        if self._recency_facts is None:
+            return None
+        count, checksum = self._recency_facts
+        if not 0 < count <= self.geometry.recency_count_max:
+            return None
+        length_bytes = -(-count * 4 // PAD_BYTES) * PAD_BYTES
+        raw = nvme_recovery.read_area(self._drivers[0], self.geometry.recency_first, length_bytes)
+        found: npt.NDArray[np.uint32] = raw[: count * 4].view("<u4")
+        actual: int = xxhash.xxh3_64_intdigest(found.data)
+        return found if actual == checksum else None
+
+
+def _refuse(batch: Batch) -> None:
+    for member in range(batch.count):
+        batch.finish(member, Outcome.REFUSED)

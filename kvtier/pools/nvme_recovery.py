@@ -1,0 +1,223 @@
+"""Recovery of an NVMe pool: headers first, then the rows of the slot table that they give sense to.
+
+An entry counts if and only if it is sound by itself (`recovery.py`), READY, of its segment's
+present life (namespace, payload length, sequence number not below the header's) and of its
+namespace's present epoch. Payloads are not read. Rows are read and judged in steps, so that the
+memory needed beyond the result does not grow with the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import KVTierError
+from kvtier.io.alignment import aligned_buffer
+from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.memory import Bytes
+from kvtier.pools.nvme_table import PAGE_ROWS
+from kvtier.pools.recovery import newest_entries, sound_entries
+from kvtier.pools.segments import (
+    HEADER,
+    Headers,
+    SegmentHeader,
+    parse_header,
+    sound_headers,
+)
+from kvtier.pools.slot_table import ENTRY, ENTRY_BYTES, Entries, Slots, SlotState
+from kvtier.pools.superblock import HEADERS_FIRST, Geometry
+
+_Mask = npt.NDArray[np.bool_]
+STEP_ROWS = 65_536  # 8 MiB of the table, of which two are in memory.
+_READ_BYTES = 1 << 20
+_READ_ACCESSES_MAX = 1024
+
+
+class TableUnreadable(KVTierError):
+    """A read of the pool's own records failed; the message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredBlocks:
+    """What the pool holds. `slots[i]` belongs to `entries[i]`, in the order of slots."""
+
+    slots: Slots
+    entries: Entries
+    headers: tuple[SegmentHeader, ...]  # Every segment with a sound header.
+    void_slots: Slots  # Rows that are not empty and no block either.
+    # Slots that hold a block, least recently used first; None unless the pool was closed cleanly.
+    recency: Slots | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Rows of several segments, being read into one buffer."""
+
+    headers: list[SegmentHeader]
+    rows: Bytes
+    batch: Batch
+
+
+def read_headers(
+    drivers: Sequence[Driver], geometry: Geometry, generation: int
+) -> list[SegmentHeader]:
+    """Every sound header that fits the pool, by segment."""
+    found: list[SegmentHeader] = []
+    for path, driver in enumerate(drivers):
+        raw = read_area(driver, HEADERS_FIRST, geometry.table_first - HEADERS_FIRST)
+        headers: Headers = raw[: geometry.segment_count * ENTRY_BYTES].view(HEADER)
+        for local in np.flatnonzero(sound_headers(headers, generation)).tolist():
+            header = parse_header(headers[local], local * geometry.path_count + path)
+            if _fits(header, geometry):
+                found.append(header)
+    return sorted(found, key=lambda header: header.segment)
+
+
+def read_blocks_of(
+    drivers: Sequence[Driver],
+    geometry: Geometry,
+    generation: int,
+    headers: Sequence[SegmentHeader],
+    epochs: Mapping[bytes, int] | None,
+) -> tuple[Slots, Entries, Slots]:
+    """(slots, entries, void slots); without `epochs` entries of every epoch count."""
+    slots: list[Slots] = [np.empty(0, np.uint32)]
+    entries: list[Entries] = [np.empty(0, ENTRY)]
+    void: list[Slots] = [np.empty(0, np.uint32)]
+    for step in _steps(drivers, geometry, headers):
+        if any(outcome is not Outcome.DONE for outcome in step.batch.wait()):
+            raise TableUnreadable("the slot table of the NVMe pool cannot be read")
+        rows, numbers, owners = _used_rows(step, geometry.row_count_max)
+        ready = _ready(rows, owners, step.headers, generation, epochs)
+        slots.append(numbers[ready])
+        entries.append(rows[ready])
+        void.append(numbers[~ready])
+    all_slots, all_entries = np.concatenate(slots), np.concatenate(entries)
+    newest = newest_entries(all_entries)
+    if not newest.all():
+        void.append(all_slots[~newest])
+        all_slots, all_entries = all_slots[newest], all_entries[newest]
+    return all_slots, all_entries, np.concatenate(void)
+
+
+def read_area(driver: Driver, first: int, length_bytes: int) -> Bytes:
+    """A part of one file, of our own records; raises TableUnreadable."""
+    buffer = aligned_buffer(length_bytes)
+    starts = range(0, length_bytes, _READ_BYTES)
+    for begin in range(0, len(starts), _READ_ACCESSES_MAX):
+        some = starts[begin : begin + _READ_ACCESSES_MAX]
+        batch = Batch(len(some))
+        driver.read(
+            [
+                Access(member, first + start, (buffer[start : start + _READ_BYTES],))
+                for member, start in enumerate(some)
+            ],
+            batch,
+        )
+        failed = [outcome for outcome in batch.wait() if outcome is not Outcome.DONE]
+        if failed:
+            raise TableUnreadable(f"{driver.name} cannot be read at {first}: {failed[0]}")
+    return buffer
+
+
+def _fits(header: SegmentHeader, geometry: Geometry) -> bool:
+    slots_bytes = header.slot_count * header.layout.slot_bytes
+    return 0 < header.slot_count <= geometry.row_count_max and (
+        slots_bytes <= geometry.segment_bytes
+    )
+
+
+def _steps(
+    drivers: Sequence[Driver], geometry: Geometry, headers: Sequence[SegmentHeader]
+) -> Iterator[_Step]:
+    """One step ahead: while one is judged the next is being read."""
+    before: _Step | None = None
+    for group in _groups(headers):
+        step = _begin(drivers, geometry, group)
+        if before is not None:
+            yield before
+        before = step
+    if before is not None:
+        yield before
+
+
+def _groups(headers: Sequence[SegmentHeader]) -> Iterator[list[SegmentHeader]]:
+    group: list[SegmentHeader] = []
+    row_count = 0
+    for header in headers:
+        count = _padded_rows(header)
+        if group and (row_count + count > STEP_ROWS or len(group) == _READ_ACCESSES_MAX):
+            yield group
+            group, row_count = [], 0
+        group.append(header)
+        row_count += count
+    if group:
+        yield group
+
+
+def _begin(drivers: Sequence[Driver], geometry: Geometry, group: list[SegmentHeader]) -> _Step:
+    buffer = aligned_buffer(sum(map(_padded_rows, group)) * ENTRY_BYTES)
+    batch = Batch(len(group))
+    accesses: list[list[Access]] = [[] for _ in drivers]
+    first = 0
+    for member, header in enumerate(group):
+        local, path = divmod(header.segment, geometry.path_count)
+        end = first + _padded_rows(header) * ENTRY_BYTES
+        offset = geometry.table_first + local * geometry.table_segment_bytes
+        accesses[path].append(Access(member, offset, (buffer[first:end],)))
+        first = end
+    for driver, own in zip(drivers, accesses, strict=True):
+        driver.read(own, batch)
+    return _Step(group, buffer, batch)
+
+
+def _padded_rows(header: SegmentHeader) -> int:
+    """Whole pages are read; the rows behind the last slot are not looked at."""
+    return -(-header.slot_count // PAGE_ROWS) * PAGE_ROWS
+
+
+def _used_rows(step: _Step, row_count_max: int) -> tuple[Entries, Slots, npt.NDArray[np.int64]]:
+    """(rows that are not zero, their slots, the place of their header in the step)."""
+    counts = np.array([_padded_rows(header) for header in step.headers])
+    firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    used = np.flatnonzero(
+        step.rows.view(np.uint64).reshape(-1, ENTRY_BYTES // 8).any(axis=1)
+    ).astype(np.int64)
+    owners = np.searchsorted(firsts, used, side="right") - 1
+    rows_in_segment = used - firsts[owners]
+    limits = np.array([header.slot_count for header in step.headers])
+    inside = rows_in_segment < limits[owners]
+    used, owners, rows_in_segment = used[inside], owners[inside], rows_in_segment[inside]
+    segments = np.array([header.segment for header in step.headers])
+    numbers = (segments[owners] * row_count_max + rows_in_segment).astype(np.uint32)
+    return step.rows.view(ENTRY)[used], numbers, owners
+
+
+def _ready(
+    rows: Entries,
+    owners: npt.NDArray[np.int64],
+    headers: Sequence[SegmentHeader],
+    generation: int,
+    epochs: Mapping[bytes, int] | None,
+) -> _Mask:
+    """Which rows are blocks of their segment's present life and their namespace's epoch."""
+    ready: _Mask = sound_entries(rows, generation) & (rows["state"] == SlotState.READY)
+    ready &= rows["sequence"] >= _column([one.sequence for one in headers], "<u8")[owners]
+    payloads = _column([one.layout.payload_bytes for one in headers], "<u8")
+    ready &= rows["payload_bytes"] == payloads[owners]
+    packed = b"".join(one.fingerprint for one in headers)
+    namespaces = np.frombuffer(packed, "<u8").reshape(-1, 2)
+    own = np.ascontiguousarray(rows["fingerprint"]).view("<u8").reshape(-1, 2)
+    ready &= (own == namespaces[owners]).all(axis=1)
+    if epochs is not None:
+        known = np.array([one.fingerprint in epochs for one in headers], np.bool_)
+        current = _column([epochs.get(one.fingerprint, 0) for one in headers], "<u4")
+        ready &= known[owners] & (rows["epoch"] == current[owners])
+    return ready
+
+
+def _column(values: Sequence[int], kind: str) -> npt.NDArray[np.unsignedinteger]:
+    return np.array(values, kind)

@@ -1,0 +1,136 @@
+"""What an NVMe pool knows of itself, in memory, and its way to the disk: slot table and headers.
+
+Changes are made in memory and marked by pages of 4 KiB; `write` sends the marked pages, as they are
+then, and nobody waits for it. Nothing orders these writes and nothing needs to: an entry on the
+disk that is older, newer or torn is refuted by its CRC, by its segment's header or by the checksum
+of its payload. One write is under way at a time, since two of the same page might change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from kvtier.io.alignment import aligned_buffer
+from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.memory import Bytes
+from kvtier.pools.segments import PAD_BYTES, SegmentHeader, pack_headers
+from kvtier.pools.slot_table import ENTRY_BYTES, Slots, SlotTable
+from kvtier.pools.superblock import HEADERS_FIRST, Geometry
+
+PAGE_ROWS = PAD_BYTES // ENTRY_BYTES
+# 8 MiB in one write of the table; the pages beyond wait for the next one.
+WRITE_PAGES_MAX = 2048
+
+_Page = TypeVar("_Page", int, tuple[int, int])
+
+
+class TableImage:
+    """Slots are numbered over all paths: segment s lies on path s % path_count."""
+
+    def __init__(self, drivers: Sequence[Driver], geometry: Geometry, generation: int) -> None:
+        self._drivers = drivers
+        self._geometry = geometry
+        self._generation = generation
+        row_count = geometry.segment_count * geometry.path_count * geometry.row_count_max
+        self.table = SlotTable(generation, grow_slots=row_count)
+        header_bytes = geometry.table_first - HEADERS_FIRST
+        self._headers = [np.zeros(header_bytes, np.uint8) for _ in drivers]
+        # Ordered, so that a run is the same each time.
+        self._dirty_pages: dict[int, None] = {}
+        self._dirty_headers: dict[tuple[int, int], None] = {}  # (path, page)
+        self._under_way: tuple[Batch, list[int], list[tuple[int, int]]] | None = None
+
+    @property
+    def dirty_count(self) -> int:
+        """Pages whose last change no write has confirmed."""
+        count = len(self._dirty_pages) + len(self._dirty_headers)
+        if self._under_way is not None:
+            count += self._under_way[0].count
+        return count
+
+    def mark(self, slots: Slots) -> None:
+        """The entries of these slots have changed."""
+        pages = np.unique(slots // PAGE_ROWS)
+        self._dirty_pages.update(dict.fromkeys(pages.tolist()))
+
+    def put_headers(self, headers: Sequence[SegmentHeader], *, on_disk: bool = False) -> None:
+        """These lives of segments have begun; `on_disk`: as they were read from there."""
+        path_count = self._geometry.path_count
+        packed = pack_headers(headers, self._generation).view(np.uint8)
+        for header, row in zip(headers, packed.reshape(-1, ENTRY_BYTES), strict=True):
+            path, local = header.segment % path_count, header.segment // path_count
+            self._headers[path][local * ENTRY_BYTES : (local + 1) * ENTRY_BYTES] = row
+            if not on_disk:
+                self._dirty_headers[path, local * ENTRY_BYTES // PAD_BYTES] = None
+
+    def write(self, on_ended: Callable[[Batch], None]) -> Batch | None:
+        """Send what is marked; None when nothing is, or while the write before is under way."""
+        self._settle()
+        if self._under_way is not None or not (self._dirty_pages or self._dirty_headers):
+            return None
+        headers = _take(self._dirty_headers, WRITE_PAGES_MAX)
+        pages = sorted(_take(self._dirty_pages, WRITE_PAGES_MAX - len(headers)))
+        buffer = aligned_buffer((len(pages) + len(headers)) * PAD_BYTES)
+        views = list(buffer.reshape(-1, PAD_BYTES))
+        accesses: list[list[Access]] = [[] for _ in self._drivers]
+        for member, page in enumerate(pages):
+            np.copyto(views[member], self._table_page(page))
+            path, offset = self._table_place(page)
+            accesses[path].append(Access(member, offset, (views[member],)))
+        for member, (path, page) in enumerate(headers, start=len(pages)):
+            first = page * PAD_BYTES
+            np.copyto(views[member], self._headers[path][first : first + PAD_BYTES])
+            accesses[path].append(Access(member, HEADERS_FIRST + first, (views[member],)))
+        batch = Batch(len(views), on_ended=on_ended)
+        self._under_way = (batch, pages, headers)
+        for driver, own in zip(self._drivers, accesses, strict=True):
+            driver.write(own, batch)
+        return batch
+
+    def close(self) -> None:
+        self.table.close()
+
+    def _settle(self) -> None:
+        """Mark again what the write before did not bring to the disk."""
+        if self._under_way is None or not self._under_way[0].is_returned:
+            return
+        batch, pages, headers = self._under_way
+        self._under_way = None
+        outcomes = batch.outcomes
+        self._dirty_pages.update(
+            dict.fromkeys(
+                page
+                for page, outcome in zip(pages, outcomes, strict=False)
+                if outcome is not Outcome.DONE
+            )
+        )
+        self._dirty_headers.update(
+            dict.fromkeys(
+                page
+                for page, outcome in zip(headers, outcomes[len(pages) :], strict=True)
+                if outcome is not Outcome.DONE
+            )
+        )
+
+    def _table_page(self, page: int) -> Bytes:
+        entries: Bytes = self.table.entries(page * PAGE_ROWS, PAGE_ROWS).view(np.uint8)
+        return entries
+
+    def _table_place(self, page: int) -> tuple[int, int]:
+        """(path, offset) of a page of the table."""
+        geometry = self._geometry
+        segment, page_in_segment = divmod(page, geometry.row_count_max // PAGE_ROWS)
+        local, path = divmod(segment, geometry.path_count)
+        first = geometry.table_first + local * geometry.table_segment_bytes
+        return path, first + page_in_segment * PAD_BYTES
+
+
+def _take(marked: dict[_Page, None], count: int) -> list[_Page]:
+    """Remove and return up to `count`, oldest first."""
+    taken = [one for one, _ in zip(marked, range(count), strict=False)]
+    for one in taken:
+        del marked[one]
+    return taken

@@ -1,0 +1,431 @@
+"""Segments of an NVMe pool: which are free, whose they are, and which one is given up next; pure.
+
+A segment belongs to one namespace at a time and has slots of one size. Slots are given out from its
+start to its end and none a second time: a block that goes leaves a hole, and the segment is reused
+as a whole, oldest first, whoever filled it. So the disk is written from end to end before a place
+is written again, and no namespace can hold on to what it does not use.
+
+A segment is not reused while a slot of it is pinned or reserved. Slot numbers are
+`segment * row_count_max + row`; entries of the slot table stand in the same rows.
+
+Its header, 128 bytes, little-endian:
+
+    offset  size  field
+         0     4  magic, b"KVTS"
+         4     2  format version
+         6     2  zero
+         8     8  generation of the pool
+        16    16  namespace fingerprint
+        32     8  sequence number: entries with a lower one are of a former life and void
+        40     8  payload bytes of one shard
+        48     4  shard count
+        52     4  slot count
+        56     8  id of the key that payloads are encrypted with, 0 for none
+        64    60  zero
+       124     4  CRC-32 of bytes 0..123
+
+Lanes: with several paths, segment s lies on path s % lane_count, and a namespace fills one segment
+on each path at the same time, a slot here and a slot there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.pools.slot_table import ENTRY_BYTES, Slots, entry_crcs
+
+HEADER_MAGIC = int.from_bytes(b"KVTS", "little")
+HEADER_VERSION = 1
+SEGMENT_BYTES = 256 << 20
+# What shards and slots are padded to: every disk's alignment, so that a file can move to another.
+PAD_BYTES = 4096
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("zero", "<u2"),
+        ("generation", "<u8"),
+        ("fingerprint", "u1", (16,)),
+        ("sequence", "<u8"),
+        ("shard_bytes", "<u8"),
+        ("shard_count", "<u4"),
+        ("slot_count", "<u4"),
+        ("key_id", "<u8"),
+        ("zeros", "u1", (60,)),
+        ("crc", "<u4"),
+    ]
+)
+assert HEADER.itemsize == ENTRY_BYTES, "headers are checked by the same function as entries"
+
+Headers = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """How one block lies in its slot: its shards side by side, each padded."""
+
+    shard_bytes: int
+    shard_count: int
+
+    @property
+    def padded_shard_bytes(self) -> int:
+        return -(-self.shard_bytes // PAD_BYTES) * PAD_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.padded_shard_bytes * self.shard_count
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.shard_bytes * self.shard_count
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """Whose a segment is, since when, and how its slots lie."""
+
+    segment: int
+    fingerprint: bytes
+    layout: SlotLayout
+    slot_count: int
+    sequence: int
+    key_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Slots to be written, and what giving them out has cost."""
+
+    slots: Slots
+    bound: tuple[SegmentHeader, ...]  # Segments that have a new life since this call.
+    evicted: Slots  # READY slots of their former lives: gone.
+
+
+class _State(IntEnum):
+    """Of one slot in the present life of its segment; it only ever goes up."""
+
+    UNUSED = 0
+    RESERVED = 1
+    READY = 2
+    GONE = 3
+
+
+@dataclass(slots=True)
+class _Segment:
+    header: SegmentHeader
+    rows: bytearray  # One _State a slot.
+    row_next: int = 0
+    ready_count: int = 0
+    reserved_count: int = 0
+    pins: dict[int, int] = field(default_factory=dict)  # Row -> how often.
+
+    @property
+    def is_held(self) -> bool:
+        return self.reserved_count > 0 or bool(self.pins)
+
+    @property
+    def is_full(self) -> bool:
+        return self.row_next == self.header.slot_count
+
+    @property
+    def is_empty(self) -> bool:
+        return self.ready_count == 0 and not self.is_held
+
+
+class SegmentBook:
+    """Invariants: a segment is free or bound, never both; slots in use never exceed the capacity;
+    bound segments of a lane stand in the order of their sequence numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        segment_bytes: int,
+        segment_count: int,
+        row_count_max: int,
+        lane_count: int = 1,
+        sequence_first: int = 1,
+    ) -> None:
+        self.segment_bytes = segment_bytes
+        self.segment_count = segment_count
+        self.row_count_max = row_count_max
+        self._sequences = itertools.count(sequence_first)
+        self._lanes = lane_count
+        self._free = [deque(range(lane, segment_count, lane_count)) for lane in range(lane_count)]
+        self._bound: list[OrderedDict[int, _Segment]] = [OrderedDict() for _ in range(lane_count)]
+        # The segment that a namespace fills now, by lane, and the lane of its next slot.
+        self._filling: dict[tuple[bytes, int], _Segment] = {}
+        self._turns: dict[bytes, int] = {}
+
+    @property
+    def free_segment_count(self) -> int:
+        return sum(map(len, self._free))
+
+    @property
+    def ready_count(self) -> int:
+        return sum(segment.ready_count for segment in self._all())
+
+    def slot_count(self, layout: SlotLayout) -> int:
+        """Slots that a segment has with this layout; 0 when a slot does not fit."""
+        return min(self.segment_bytes // layout.slot_bytes, self.row_count_max)
+
+    def take_sequences(self, count: int) -> int:
+        """The first of `count` numbers, higher than every one given before."""
+        first = next(self._sequences)
+        self._sequences = itertools.count(first + count)
+        return first
+
+    def header_of(self, slot: int) -> SegmentHeader:
+        """The present life of the slot's segment; AssertionError when it has none."""
+        return self._segment(slot).header
+
+    def reserve(
+        self, fingerprint: bytes, layout: SlotLayout, count: int, *, key_id: int = 0
+    ) -> Reserved:
+        """Up to `count` slots, in the order to be filled; fewer when pins leave no segment.
+
+        Segments are bound for them as needed: free ones first, then the oldest without pins, whose
+        blocks are gone with that.
+        """
+        assert self.slot_count(layout) > 0, "a slot larger than a segment"
+        slots: list[int] = []
+        bound: list[SegmentHeader] = []
+        evicted: list[int] = []
+        turn = self._turns.get(fingerprint, 0)
+        lanes_without = 0
+        while len(slots) < count and lanes_without < self._lanes:
+            lane, turn = turn, (turn + 1) % self._lanes
+            segment = self._filling.get((fingerprint, lane))
+            if segment is None or segment.is_full or segment.header.layout != layout:
+                segment = self._bind(fingerprint, layout, lane, key_id, evicted)
+                if segment is None:
+                    lanes_without += 1
+                    continue
+                bound.append(segment.header)
+            lanes_without = 0
+            slots.append(segment.header.segment * self.row_count_max + segment.row_next)
+            segment.rows[segment.row_next] = _State.RESERVED
+            segment.row_next += 1
+            segment.reserved_count += 1
+        self._turns[fingerprint] = turn
+        return Reserved(_slots(slots), tuple(bound), _slots(evicted))
+
+    def commit(self, slots: Slots) -> None:
+        """Reserved slots hold a block from now on."""
+        for segment, row in self._places(slots):
+            assert segment.rows[row] == _State.RESERVED, "a commit of a slot not reserved"
+            segment.rows[row] = _State.READY
+            segment.reserved_count -= 1
+            segment.ready_count += 1
+
+    def abort(self, slots: Slots) -> None:
+        """Reserved slots hold nothing; they are not given out again in this life of the segment."""
+        for segment, row in self._places(slots):
+            assert segment.rows[row] == _State.RESERVED, "an abort of a slot not reserved"
+            segment.rows[row] = _State.GONE
+            segment.reserved_count -= 1
+            self._free_if_empty(segment)
+
+    def void(self, slots: Slots) -> None:
+        """Blocks are gone; a segment of which nothing is left is free."""
+        for segment, row in self._places(slots):
+            assert segment.rows[row] == _State.READY, "a slot without a block cannot lose it"
+            segment.rows[row] = _State.GONE
+            segment.ready_count -= 1
+            self._free_if_empty(segment)
+
+    def pin(self, slots: Slots) -> None:
+        """The segments of these slots are not reused until as many unpins have come."""
+        for segment, row in self._places(slots):
+            assert segment.rows[row] == _State.READY, "a pin on a slot without a block"
+            segment.pins[row] = segment.pins.get(row, 0) + 1
+
+    def unpin(self, slots: Slots) -> None:
+        for segment, row in self._places(slots):
+            left = segment.pins[row] - 1
+            if left:
+                segment.pins[row] = left
+            else:
+                del segment.pins[row]
+            self._free_if_empty(segment)
+
+    def oldest(self, lane: int = 0) -> SegmentHeader | None:
+        """The segment that is reused next on this lane, should no free one be left."""
+        found = self._oldest(lane)
+        return None if found is None else found.header
+
+    def ready_slots(self, segment: int) -> Slots:
+        """The slots of one segment that hold a block."""
+        bound = self._bound[segment % self._lanes].get(segment)
+        return _slots([] if bound is None else self._ready_slots(bound))
+
+    def adopt(self, lives: Iterable[tuple[SegmentHeader, Sequence[int]]]) -> None:
+        """Recovery found these segments, each with the rows that hold a block; all at once.
+
+        The newest of a namespace goes on being filled behind its last block; what was written
+        behind it before the crash is not in the table, so nobody will miss it.
+        """
+        assert self.free_segment_count == self.segment_count, "adopting into a used book"
+        for header, rows in sorted(lives, key=lambda life: life[0].sequence):
+            if not rows:
+                continue
+            lane = header.segment % self._lanes
+            segment = _Segment(header, bytearray(header.slot_count), row_next=max(rows) + 1)
+            segment.ready_count = len(rows)
+            segment.rows[: segment.row_next] = bytes([_State.GONE]) * segment.row_next
+            for row in rows:
+                segment.rows[row] = _State.READY
+            self._bound[lane][header.segment] = segment
+            self._filling[header.fingerprint, lane] = segment
+        for lane, free in enumerate(self._free):
+            bound = self._bound[lane]
+            self._free[lane] = deque(number for number in free if number not in bound)
+
+    def check_invariants(self) -> list[str]:
+        """Violations, one text each; none when all is well."""
+        found: list[str] = []
+        free = [number for lane in self._free for number in lane]
+        bound = [segment.header.segment for segment in self._all()]
+        if sorted(free + bound) != list(range(self.segment_count)):
+            found.append("a segment was lost, or is free and bound")
+        for lane in self._bound:
+            sequences = [segment.header.sequence for segment in lane.values()]
+            if sequences != sorted(set(sequences)):
+                found.append("the segments of a lane are out of order")
+        for segment in self._all():
+            number, rows = segment.header.segment, segment.rows
+            if segment.header.slot_count * segment.header.layout.slot_bytes > self.segment_bytes:
+                found.append(f"the slots of segment {number} exceed it")
+            if rows.count(_State.READY) != segment.ready_count:
+                found.append(f"segment {number} counts its blocks wrongly")
+            if rows.count(_State.RESERVED) != segment.reserved_count:
+                found.append(f"segment {number} counts its reserved slots wrongly")
+            if any(rows[segment.row_next :]):
+                found.append(f"segment {number} has used slots that were not given out")
+        if any(self._bound_of(one) is not one for one in self._filling.values()):
+            found.append("a segment is filled that is not bound")
+        return found
+
+    # ------------------------------------------------------------------------------------ inside
+
+    def _all(self) -> Iterator[_Segment]:
+        return (segment for lane in self._bound for segment in lane.values())
+
+    def _bound_of(self, segment: _Segment) -> _Segment | None:
+        number = segment.header.segment
+        return self._bound[number % self._lanes].get(number)
+
+    def _segment(self, slot: int) -> _Segment:
+        number = int(slot) // self.row_count_max
+        segment = self._bound[number % self._lanes].get(number)
+        assert segment is not None, f"slot {slot} is in no bound segment"
+        return segment
+
+    def _places(self, slots: Slots) -> Iterator[tuple[_Segment, int]]:
+        for slot in slots.tolist():
+            yield self._segment(slot), slot % self.row_count_max
+
+    def _ready_slots(self, segment: _Segment) -> list[int]:
+        first = segment.header.segment * self.row_count_max
+        rows = segment.rows[: segment.row_next]
+        return [first + row for row, state in enumerate(rows) if state == _State.READY]
+
+    def _oldest(self, lane: int) -> _Segment | None:
+        return next((one for one in self._bound[lane].values() if not one.is_held), None)
+
+    def _bind(
+        self, fingerprint: bytes, layout: SlotLayout, lane: int, key_id: int, evicted: list[int]
+    ) -> _Segment | None:
+        if self._free[lane]:
+            number = self._free[lane].popleft()
+        else:
+            oldest = self._oldest(lane)
+            if oldest is None:
+                return None
+            evicted.extend(self._ready_slots(oldest))
+            self._unbind(oldest)
+            number = self._free[lane].pop()
+        header = SegmentHeader(
+            segment=number,
+            fingerprint=fingerprint,
+            layout=layout,
+            slot_count=self.slot_count(layout),
+            sequence=self.take_sequences(1),
+            key_id=key_id,
+        )
+        segment = _Segment(header, bytearray(header.slot_count))
+        self._bound[lane][number] = segment
+        self._filling[fingerprint, lane] = segment
+        return segment
+
+    def _unbind(self, segment: _Segment) -> None:
+        number = segment.header.segment
+        lane = number % self._lanes
+        del self._bound[lane][number]
+        if self._filling.get((segment.header.fingerprint, lane)) is segment:
+            del self._filling[segment.header.fingerprint, lane]
+        self._free[lane].append(number)
+
+    def _free_if_empty(self, segment: _Segment) -> None:
+        """A segment that is being filled stays: its slots were never written, which is cheap."""
+        filling = self._filling.get(
+            (segment.header.fingerprint, segment.header.segment % self._lanes)
+        )
+        if segment.is_empty and (segment.is_full or filling is not segment):
+            self._unbind(segment)
+
+
+def pack_headers(headers: Sequence[SegmentHeader], generation: int) -> Headers:
+    """The headers as they are written."""
+    packed: Headers = np.zeros(len(headers), HEADER)
+    packed["magic"] = HEADER_MAGIC
+    packed["version"] = HEADER_VERSION
+    packed["generation"] = generation
+    for row, header in zip(packed, headers, strict=True):
+        row["fingerprint"] = np.frombuffer(header.fingerprint, np.uint8)
+        row["sequence"] = header.sequence
+        row["shard_bytes"] = header.layout.shard_bytes
+        row["shard_count"] = header.layout.shard_count
+        row["slot_count"] = header.slot_count
+        row["key_id"] = header.key_id
+    packed["crc"] = entry_crcs(packed)
+    return packed
+
+
+def sound_headers(headers: Headers, generation: int) -> npt.NDArray[np.bool_]:
+    """Which of them say of themselves that they are whole and of this pool."""
+    sound: npt.NDArray[np.bool_] = (
+        (headers["magic"] == HEADER_MAGIC)
+        & (headers["version"] == HEADER_VERSION)
+        & (headers["generation"] == generation)
+        & (headers["shard_bytes"] > 0)
+        & (headers["shard_count"] > 0)
+    )
+    rows = np.flatnonzero(sound)
+    checked = headers[rows]
+    sound[rows] = entry_crcs(checked) == checked["crc"]
+    return sound
+
+
+def parse_header(header: np.void, segment: int) -> SegmentHeader:
+    """One that is sound."""
+    return SegmentHeader(
+        segment=segment,
+        fingerprint=header["fingerprint"].tobytes(),  # gil-ok: 16 bytes
+        layout=SlotLayout(int(header["shard_bytes"]), int(header["shard_count"])),
+        slot_count=int(header["slot_count"]),
+        sequence=int(header["sequence"]),
+        key_id=int(header["key_id"]),
+    )
+
+
+def _slots(numbers: Sequence[int]) -> Slots:
+    return np.array(numbers, np.uint32)

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.io.driver import Driver, Outcome
+from kvtier.pools import nvme_recovery
+from kvtier.pools.nvme import NvmePool, PoolCondition, PoolState
+from kvtier.pools.nvme_paths import format_drivers
+from kvtier.pools.segments import SlotLayout
+from tests.support.crashing_file import CrashingDriver, CrashingFile, Fault, FaultyDriver
+from tests.support.nvme_pools import (
+    EPOCH,
+    GENERATION,
+    LARGE,
+    LENGTH_BYTES,
+    POOL_ID,
+    ROW_COUNT_MAX,
+    SEGMENT_BYTES,
+    SHARDED,
+    SMALL,
+    checksums_of,
+    demote,
+    empty_views,
+    filled_views,
+    fingerprint_of,
+    hash_of,
+    is_right,
+    make_drivers,
+    opened,
+    promote,
+)
+
+NAMES = [f"block{number}" for number in range(40)]
+EPOCHS = {fingerprint_of("ns"): EPOCH, fingerprint_of("other"): EPOCH}
+
+
+def reopened(drivers: list[CrashingDriver]) -> tuple[NvmePool, nvme_recovery.RecoveredBlocks]:
+    """As after a restart: new drivers over the same files."""
+    pool = NvmePool([CrashingDriver(driver.file, driver.name) for driver in drivers])
+    return pool, pool.recover(EPOCHS)
+
+
+@pytest.mark.parametrize("path_count", [1, 3])
+@pytest.mark.parametrize("layout", [SMALL, LARGE, SHARDED])
+def test_what_was_demoted_is_promoted_after_a_restart_too(
+    path_count: int, layout: SlotLayout
+) -> None:
+    drivers = make_drivers(path_count)
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES, layout=layout)
+    assert len(slots) == len(NAMES)
+    assert pool.close(clean=True)
+    pool, found = reopened(drivers)
+    order = {bytes(entry["hash"]): number for number, entry in enumerate(found.entries)}
+    rows = np.array([order[hash_of(name)] for name in NAMES])
+    assert found.slots[rows].tolist() == slots.tolist()
+    outcomes, blocks = promote(pool, slots, layout)
+    assert outcomes == [Outcome.DONE] * len(NAMES)
+    assert all(
+        is_right(views, hash_of(name), layout) for name, views in zip(NAMES, blocks, strict=True)
+    )
+    assert pool.check_invariants() == []
+
+
+def test_the_blocks_of_a_batch_lie_on_all_paths() -> None:
+    drivers = make_drivers(2)
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES)
+    assert sorted((slots // ROW_COUNT_MAX % 2).tolist()) == [0] * 20 + [1] * 20
+
+
+def test_a_flipped_bit_is_a_miss() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES[:3])
+    place = pool.geometry.segments_first + SMALL.slot_bytes + 17
+    drivers[0].file.write(place, np.array([1, 2, 3], np.uint8))
+    assert promote(pool, slots)[0] == [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE]
+
+
+def test_a_block_scribbled_over_after_its_checksum_is_not_written() -> None:
+    pool = opened(make_drivers())
+    blocks = [filled_views(hash_of(name), SMALL) for name in NAMES[:2]]
+    checksums = checksums_of(blocks, SMALL)
+    blocks[1][0][100] ^= 1
+    reserved = pool.reserve(fingerprint_of("ns"), SMALL, 2)
+    outcomes = pool.write_blocks(reserved.slots, blocks, checksums).wait()
+    assert outcomes == [Outcome.DONE, Outcome.CORRUPT]
+
+
+def test_the_table_is_written_by_dirty_pages_only() -> None:
+    pool = opened(make_drivers())
+    assert pool.write_table() is None
+    demote(pool, NAMES[:2])
+    batch = pool.write_table()
+    assert batch is not None
+    assert batch.count == 2, "one page of entries, one of headers"
+    assert pool.dirty_page_count == 2, "not confirmed until the next call looks"
+    assert pool.write_table() is None
+    assert pool.dirty_page_count == 0
+
+
+def test_a_page_that_could_not_be_written_stays_dirty() -> None:
+    [inner] = make_drivers()
+    pool = opened([inner])
+    demote(pool, NAMES[:2])
+    faulty = FaultyDriver(inner, {0: Fault.STALL})
+    pool._image._drivers = [faulty]
+    batch = pool.write_table()
+    assert batch is not None
+    assert pool.write_table() is None, "one at a time"
+    batch.give_up()
+    assert pool.write_table() is None, "given up is not returned"
+    faulty.release()
+    again = pool.write_table()
+    assert again is not None
+    assert again.count == 1
+
+
+def test_a_reused_segment_takes_its_former_blocks_with_it() -> None:
+    drivers = make_drivers(length_bytes=LENGTH_BYTES // 2)
+    pool = opened(drivers)
+    total = pool.book.segment_count * 16
+    first, _ = demote(pool, [f"a{number}" for number in range(total)])
+    assert len(first) == total
+    _, evicted = demote(pool, ["b"], namespace="other", layout=LARGE)
+    assert evicted.tolist() == first[:16].tolist()
+    pool.close(clean=True)
+    pool, found = reopened(drivers)
+    assert len(found.slots) == total - 16 + 1
+    assert not set(found.slots.tolist()) & set(evicted[1:].tolist())
+    assert pool.check_invariants() == []
+
+
+def test_old_entries_under_a_new_header_are_void() -> None:
+    drivers = make_drivers(length_bytes=LENGTH_BYTES // 2)
+    pool = opened(drivers)
+    total = pool.book.segment_count * 16
+    demote(pool, [f"a{number}" for number in range(total)])
+    pool.write_table()
+    geometry = pool.geometry
+    entries = np.zeros(geometry.table_segment_bytes, np.uint8)
+    drivers[0].file.read(geometry.table_first, entries)
+    demote(pool, ["b"])  # The same namespace: the same fingerprint, layout and epoch.
+    pool.write_table()
+    pool.write_table()
+    new = np.zeros(128, np.uint8)
+    drivers[0].file.read(geometry.table_first, new)
+    entries[:128] = new
+    drivers[0].file.write(geometry.table_first, entries)  # As if that page had been lost.
+    _, found = reopened(drivers)
+    assert len(found.slots) == total - 16 + 1
+    assert found.void_slots.tolist() == list(range(1, 16))
+
+
+def test_blocks_of_another_epoch_or_an_unknown_namespace_are_not_recovered() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    demote(pool, NAMES[:3])
+    demote(pool, NAMES[3:5], epoch=EPOCH + 1)
+    demote(pool, NAMES[5:9], namespace="unknown")
+    pool.close(clean=True)
+    _, found = reopened(drivers)
+    assert [bytes(entry["hash"]) for entry in found.entries] == [hash_of(one) for one in NAMES[:3]]
+    assert len(found.void_slots) == 6
+
+
+def test_of_duplicates_the_highest_sequence_counts() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    demote(pool, NAMES[:2])
+    again, _ = demote(pool, NAMES[1:2])
+    pool.close(clean=True)
+    _, found = reopened(drivers)
+    assert found.slots.tolist() == [0, *again.tolist()]
+
+
+def test_a_gone_block_stays_gone() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES[:3])
+    pool.write_gone(slots[1:2])
+    pool.close(clean=True)
+    assert reopened(drivers)[1].slots.tolist() == [0, 2]
+
+
+def test_a_clean_close_keeps_the_order_of_use_and_a_crash_does_not() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES[:5])
+    order = slots[[3, 0, 4, 1, 2]]
+    pool.write_gone(slots[1:2])
+    assert pool.close(clean=True, recency=order)
+    pool, found = reopened(drivers)
+    assert pool.was_clean
+    assert found.recency is not None
+    assert found.recency.tolist() == [3, 0, 4, 2]
+    pool, found = reopened(drivers)  # The life before ended without `close`.
+    assert not pool.was_clean
+    assert found.recency is None
+    assert len(found.slots) == 4
+
+
+def test_sequence_numbers_go_on_above_those_of_every_former_life() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    demote(pool, NAMES[:3])
+    pool.close(clean=True)
+    pool, found = reopened(drivers)
+    assert pool.book.take_sequences(1) > int(found.entries["sequence"].max()) + (1 << 39)
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [
+        (Fault.EIO, PoolState.READ_ONLY),
+        (Fault.NO_SPACE, PoolState.READ_ONLY),
+        (Fault.GONE, PoolState.OFF),
+        (Fault.SHORT, PoolState.ON),
+        (Fault.BIT_FLIP, PoolState.ON),
+    ],
+)
+def test_a_failing_disk_is_a_value(fault: Fault, state: PoolState) -> None:
+    told: list[PoolCondition] = []
+    [inner] = make_drivers()
+    pool = NvmePool([inner], on_condition=told.append)
+    pool.recover(None)
+    kept, _ = demote(pool, NAMES[:2])
+    pool._drivers = [FaultyDriver(inner, {1: fault})]
+    demote(pool, NAMES[2:5])
+    assert pool.condition.state is state
+    assert [one.state for one in told] == ([] if state is PoolState.ON else [state])
+    assert len(demote(pool, NAMES[5:6])[0]) == (1 if state is PoolState.ON else 0)
+    outcomes = promote(pool, kept)[0]
+    assert outcomes == [Outcome.REFUSED if state is PoolState.OFF else Outcome.DONE] * 2
+    assert (pool.write_table() is None) == (state is not PoolState.ON)
+    assert pool.check_invariants() == []
+
+
+def test_a_stalled_write_holds_its_segment_until_it_returns() -> None:
+    [inner] = make_drivers(length_bytes=LENGTH_BYTES // 2)
+    pool = opened([inner])
+    faulty = FaultyDriver(inner, {0: Fault.STALL})
+    pool._drivers = [faulty]
+    reserved = pool.reserve(fingerprint_of("ns"), SMALL, 1)
+    block = [filled_views(hash_of("late"), SMALL)]
+    returned: list[bool] = []
+    batch = pool.write_blocks(
+        reserved.slots,
+        block,
+        checksums_of(block, SMALL),
+        on_returned=lambda one: returned.append(one.is_returned),
+    )
+    assert batch.wait(0) == [Outcome.TIMED_OUT]
+    others, _ = demote(pool, [f"x{number}" for number in range(500)])
+    assert reserved.slots[0] not in others.tolist()
+    assert not returned
+    faulty.release()
+    assert returned == [True]
+    pool.abort(reserved.slots)
+    assert pool.check_invariants() == []
+
+
+def other_pool(length_bytes: int = LENGTH_BYTES) -> CrashingDriver:
+    driver = CrashingDriver(CrashingFile(length_bytes), "other")
+    format_drivers(
+        [driver],
+        length_bytes,
+        pool_id=b"q" * 16,
+        generation=GENERATION,
+        segment_bytes=SEGMENT_BYTES,
+        row_count_max=ROW_COUNT_MAX,
+    )
+    return driver
+
+
+def test_paths_that_are_no_pool_are_refused_in_one_line() -> None:
+    one, two = make_drivers(2)
+    foreign = CrashingDriver(CrashingFile(LENGTH_BYTES), "blank")
+    cases: list[tuple[list[Driver], str]] = [
+        ([one], "path0 belongs to a pool of 2 paths, given are 1; missing: 2"),
+        ([two], "path1 belongs to a pool of 2 paths, given are 1; missing: 1"),
+        ([one, other_pool()], "other and path0 belong to different pools"),
+        ([one, foreign], "blank is not a pool of kvtier"),
+        ([one, two, one], "given are 3"),
+    ]
+    for drivers, message in cases:
+        with pytest.raises(ConfigError, match=message) as refused:
+            NvmePool(drivers)
+        assert "\n" not in str(refused.value)
+    NvmePool([two, one])
+
+
+def test_a_torn_superblock_is_replaced_by_its_copy() -> None:
+    [driver] = make_drivers()
+    driver.file.write(0, np.full(512, 7, np.uint8))
+    pool = opened([driver])
+    demote(pool, NAMES[:1])
+    assert pool.close(clean=True)
+
+
+def test_blocks_of_a_former_generation_are_void_after_a_format() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    demote(pool, NAMES[:5])
+    pool.close(clean=True)
+    again = CrashingDriver(drivers[0].file)
+    format_drivers(
+        [again],
+        LENGTH_BYTES,
+        pool_id=POOL_ID,
+        generation=GENERATION + 1,
+        segment_bytes=SEGMENT_BYTES,
+        row_count_max=ROW_COUNT_MAX,
+    )
+    pool = NvmePool([again])
+    assert len(pool.recover(EPOCHS).slots) == 0
+
+
+def test_a_pool_opened_to_read_changes_nothing() -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES[:5])
+    pool.close(clean=True)
+    before = drivers[0].file._seen.copy()
+    reader = NvmePool([CrashingDriver(drivers[0].file)], writable=False)
+    reader.recover(None)
+    assert promote(reader, slots)[0] == [Outcome.DONE] * 5
+    assert len(reader.reserve(fingerprint_of("ns"), SMALL, 1).slots) == 0
+    assert reader.write_table() is None
+    reader.close(clean=False)
+    assert (drivers[0].file._seen == before).all()
+
+
+def test_a_table_that_cannot_be_read_is_told() -> None:
+    [inner] = make_drivers()
+    pool = NvmePool([inner])
+    pool._drivers = [FaultyDriver(inner, {0: Fault.EIO})]
+    with pytest.raises(nvme_recovery.TableUnreadable, match="path0 cannot be read"):
+        pool.recover(None)
+
+
+def test_a_slot_larger_than_a_segment_is_never_given() -> None:
+    pool = opened(make_drivers())
+    reserved = pool.reserve(fingerprint_of("ns"), SlotLayout(SEGMENT_BYTES + 1, 1), 3)
+    assert len(reserved.slots) == 0
+
+
+def test_views_must_have_room_for_the_padding() -> None:
+    pool = opened(make_drivers())
+    slots, _ = demote(pool, NAMES[:1])
+    short = [[view[:-1] for view in empty_views(SMALL)]]
+    with pytest.raises(AssertionError, match="padding included"):
+        pool.read_blocks(slots, short)

@@ -45,6 +45,7 @@ class SessionRecord:
     replaces: SessionId | None = None
     replaced_by: SessionId | None = None
     is_live: bool = True
+    is_known: bool = False  # The client spoke under it: it has heard of this session.
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,11 @@ class Sessions:
         """The connection is over without Bye; changes nothing for a session that ended already."""
         if not record.is_live:
             return
-        if record.pidfd is None or record.role is Role.TOOL:
-            self.ended(record)  # It holds nothing that anybody could write to.
+        never_heard_of = not record.is_known and record.replaces is None
+        if record.pidfd is None or record.role is Role.TOOL or never_heard_of:
+            # It holds nothing that anybody could write to. A client that hung up before it heard of
+            # its first session cannot name it later: nobody would ever be quiet for it.
+            self.ended(record)
             return
         self._close(record)
         self._core.post(SessionLost(record.id))
@@ -173,6 +177,7 @@ class Sessions:
 
     def confirm(self, record: SessionRecord) -> None:
         """The client uses this session: it will never name an older one again."""
+        record.is_known = True
         while record.replaces is not None:
             old = self._records.pop(record.replaces)
             record.replaces = old.replaces

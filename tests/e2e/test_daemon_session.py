@@ -242,6 +242,26 @@ def test_slots_of_a_lost_session_wait_until_the_process_is_quiet(daemon: Running
             session.send(pb.ClientFrame(bye=pb.Bye()))
 
 
+def test_a_session_its_client_never_heard_of_keeps_nobodys_slots(daemon: RunningDaemon) -> None:
+    """Its answer to Hello was lost; the client cannot name it, and nobody else could end it."""
+    engine = os.urandom(16)
+    with connect(daemon.socket) as hasty:
+        hasty.send(pb.ClientFrame(hello=hello(hasty, engine_id=engine)))
+    with RawCalls(daemon.grpc_address) as stub:
+        lost = open_session(daemon.socket, engine_id=engine)
+        namespace = lost.open_namespace(salt="never heard of")
+        lost.map_slab()
+        wait_reserved(stub, lost.token, namespace.namespace_id, 2)
+        lost.close()
+        old = {"old_session_id": lost.opened.session_id, "old_token": lost.token}
+        with open_session(daemon.socket, engine_id=engine, **old) as session:
+            quiet = pb.Quiet(session_id=lost.opened.session_id)
+            session.send(pb.ClientFrame(quiet=quiet))
+            session.wait_frame("quiet_ack")
+            assert quarantined(daemon) == 0
+            session.send(pb.ClientFrame(bye=pb.Bye()))
+
+
 def test_old_session_must_be_proven(daemon: RunningDaemon) -> None:
     with open_session(daemon.socket) as other, connect(daemon.socket) as session:
         forged = hello(session, old_session_id=other.opened.session_id, old_token=b"x" * 32)

@@ -9,7 +9,7 @@ import resource
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -43,8 +43,9 @@ def locked(state_dir: Path) -> Iterator[None]:
                 f"another daemon (process {holder}) uses server.state_dir {state_dir}: stop it, "
                 "or give this one its own"
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # A full disk: only the name of the holder is missing then.
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(fd)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import ConfigError
+from kvtier.server.instance import locked
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.daemon import DaemonFailed, RunningDaemon, running_daemon
 from tests.support.raw_client import RawCalls, chain, open_session, wait_reserved
@@ -95,6 +97,12 @@ def test_second_daemon_on_one_state_directory_is_refused(daemon: RunningDaemon) 
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert f"another daemon (process {daemon.process.pid}) uses server.state_dir" in ended.stderr
+
+
+def test_a_full_disk_does_not_keep_the_state_directory_from_being_held(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to("/dev/full")
+    with locked(tmp_path), pytest.raises(ConfigError, match="another daemon"), locked(tmp_path):
+        raise AssertionError("held twice")
 
 
 def test_live_socket_is_never_replaced(daemon: RunningDaemon, tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ from kvtier.v1 import kvtier_pb2 as pb
 WRITE_BYTES_MAX = 1 << 20
 # Blocks leased at once by Get: little for a client that does not read to hold.
 GET_WINDOW_BLOCKS = 64
-# A client that stalls in the middle of a block loses its slot.
+# A client that stalls in the middle of a block, or trickles it, loses its slot; one that does not
+# read loses its lease. There are few of these calls for all.
 PIECE_SECONDS_MAX = 10.0
+PUT_BYTES_A_SECOND_MIN = 1 << 20
 # While the pool is being populated a slot may come soon.
 SLOT_SECONDS_MAX = 5.0
 _SLOT_RETRY_SECONDS = 0.05
@@ -49,6 +51,7 @@ class _Put:
     slot: int | None = None  # None for a block that found no room: its bytes are skipped.
     epoch: int = 0
     received_bytes: int = 0
+    due_at: float = 0.0  # When the block that is arriving must be whole.
     waiting: list[tuple[int, bytes]] = field(default_factory=list)
     waiting_bytes: int = 0
     outcomes: bytearray = field(default_factory=bytearray)
@@ -94,7 +97,9 @@ class DataCalls:
         with self._one_of_puts():
             try:
                 await self._take_piece(put, first)
-                while (piece := await _next_piece(rest)) is not None:
+                while (
+                    piece := await _next_piece(rest, _patience(put, self._clock.now()))
+                ) is not None:
                     await self._take_piece(put, piece)
                 if put.hash is not None:
                     raise BadRequest(
@@ -117,6 +122,8 @@ class DataCalls:
         if put.hash is None:
             put.hash = BlockHash(piece.hash)
             await self._reserve_one(put)
+            seconds = put.namespace.payload_bytes / PUT_BYTES_A_SECOND_MIN
+            put.due_at = self._clock.now() + PIECE_SECONDS_MAX + seconds
         data = piece.data
         if put.slot is not None:
             put.waiting.append((put.received_bytes, data))
@@ -233,11 +240,10 @@ class DataCalls:
                     raise Unavailable("the client read too slowly: its lease is over, ask again")
                 offset = 0
                 for piece in pieces:
-                    await send(
-                        pb.GetResponse(
-                            index=start + place, offset=offset, data=piece, checksum=checksum
-                        )
+                    answer = pb.GetResponse(
+                        index=start + place, offset=offset, data=piece, checksum=checksum
                     )
+                    await _send_in_time(send, answer)
                     offset += len(piece)
                 self._metrics.by_value_bytes.labels("get").inc(offset)
         finally:
@@ -273,9 +279,22 @@ class DataCalls:
             self.active_count -= 1
 
 
-async def _next_piece(pieces: AsyncIterator[pb.PutRequest]) -> pb.PutRequest | None:
+def _patience(put: _Put, now: float) -> float:
+    """How many seconds the next piece may take."""
+    return PIECE_SECONDS_MAX if put.hash is None else min(PIECE_SECONDS_MAX, put.due_at - now)
+
+
+async def _next_piece(pieces: AsyncIterator[pb.PutRequest], seconds: float) -> pb.PutRequest | None:
     try:
-        async with asyncio.timeout(PIECE_SECONDS_MAX):
+        async with asyncio.timeout(seconds):
             return await anext(pieces, None)
     except TimeoutError:
-        raise Unavailable(f"no piece of the block came in {PIECE_SECONDS_MAX:g} s") from None
+        raise Unavailable("the pieces of the block came too slowly") from None
+
+
+async def _send_in_time(send: Send, answer: pb.GetResponse) -> None:
+    try:
+        async with asyncio.timeout(PIECE_SECONDS_MAX):
+            await send(answer)
+    except TimeoutError:
+        raise Unavailable(f"the client read nothing for {PIECE_SECONDS_MAX:g} s") from None

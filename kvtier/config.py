@@ -275,6 +275,14 @@ def documentation() -> str:
         "`kvtier serve` works without a file. With `--config FILE` it reads TOML; `--set`",
         "`SECTION.OPTION=VALUE` overrides one option. Sizes are whole bytes or texts such as",
         '`"512MiB"` (KiB, MiB, GiB, TiB). Any mistake is one line on standard error, exit code 2.',
+        "",
+        "```toml",
+        "[server]",
+        'socket = "/run/kvtier/kvtier.sock"',
+        "",
+        "[dram]",
+        'bytes = "64GiB"',
+        "```",
     ]
     for declared in fields(Config):
         section = cast(Section, declared.default)

@@ -73,7 +73,7 @@ _TELLING = {
 
 
 class NvmePool:
-    """Over one driver per path, in any order. Owns the drivers."""
+    """Over one driver per path, in any order. Owns the drivers, even those that it refuses."""
 
     def __init__(
         self,
@@ -86,7 +86,12 @@ class NvmePool:
 
         `on_condition` is called at each change for the worse, from whichever thread saw it.
         """
-        self._drivers, self._superblocks = sorted_paths(drivers)
+        try:
+            self._drivers, self._superblocks = sorted_paths(drivers)
+        except ConfigError:
+            for driver in drivers:
+                driver.close()
+            raise
         first = self._superblocks[0]
         self.geometry = first.geometry
         self.generation = first.generation
@@ -95,8 +100,7 @@ class NvmePool:
         self._condition = _ON if writable else PoolCondition(PoolState.READ_ONLY, "opened to read")
         self._condition_lock = threading.Lock()
         life = max(one.life for one in self._superblocks) + 1
-        if life > LIFE_MAX:
-            raise ConfigError(f"{self._drivers[0].name} was opened {life} times: format it")
+        assert life <= LIFE_MAX, f"{self._drivers[0].name} was opened {life} times: format it"
         recency = (first.recency_count, first.recency_checksum)
         self._recency_facts = recency if self.was_clean else None
         if writable:

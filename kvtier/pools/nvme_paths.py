@@ -64,6 +64,8 @@ def format_paths(
     if not force:
         for path in paths:
             _assert_empty(path)
+    if length_bytes is not None:
+        fitting_geometry(length_bytes, path_count=len(paths), segment_bytes=segment_bytes)
     for path in paths:
         _make_room(path, length_bytes, preallocate=preallocate)
     drivers = open_paths(paths)

@@ -186,16 +186,20 @@ def fitting_geometry(
     """As many segments as fit; ConfigError when none does."""
     assert segment_bytes % PAD_BYTES == 0
     assert row_count_max * ENTRY_BYTES % PAD_BYTES == 0, "a segment's entries fill whole pages"
-    count = length_bytes // segment_bytes
-    while count > 0:
-        geometry = Geometry(segment_bytes, count, row_count_max, path_count)
-        excess_bytes = geometry.length_bytes - length_bytes
-        if excess_bytes <= 0:
-            return geometry
-        count -= max(1, excess_bytes // segment_bytes)
-    raise ConfigError(
-        f"{length_bytes} bytes are too few for one segment of {segment_bytes >> 20} MiB"
-    )
+    # No slot is smaller than the padding, so that more rows would never be used.
+    slot_count_max = _up(segment_bytes // PAD_BYTES, PAD_BYTES // ENTRY_BYTES)
+    row_count = min(row_count_max, slot_count_max)
+    record_bytes = ENTRY_BYTES * (row_count + 1) + RECENCY_BYTES * row_count * path_count
+    geometry = Geometry(segment_bytes, 0, row_count, path_count)
+    # Rounding up costs less than one segment, so that this is at most one too many.
+    count = max(0, length_bytes - HEADERS_FIRST) // (segment_bytes + record_bytes)
+    if count and replace(geometry, segment_count=count).length_bytes > length_bytes:
+        count -= 1
+    if count == 0:
+        raise ConfigError(
+            f"{length_bytes} bytes are too few for one segment of {segment_bytes} bytes"
+        )
+    return replace(geometry, segment_count=count)
 
 
 def _up(value: int, multiple: int) -> int:

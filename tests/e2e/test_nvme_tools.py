@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from kvtier.cli import main
 from kvtier.errors import ConfigError
+from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import format_paths, open_paths
 from tests.support.nvme_pools import (
     GENERATION,
@@ -14,6 +17,8 @@ from tests.support.nvme_pools import (
     POOL_ID,
     ROW_COUNT_MAX,
     SEGMENT_BYTES,
+    SHARDED,
+    demote,
 )
 
 
@@ -42,3 +47,79 @@ def test_a_formatted_pool_is_not_formatted_again_unasked(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="holds something that is not kvtier's"):
         format_paths([tmp_path / "new", tmp_path / "mine"], LENGTH_BYTES, **facts)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
+
+
+def run_tool(*words: object) -> int:
+    return main.main([str(word) for word in words])
+
+
+def make_pool(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Formatted by the tool, with blocks in it and closed cleanly; the blocks' slots."""
+    words = ["format", *paths, "--bytes", "4MiB", "--segment-bytes", "64KiB", "--json"]
+    assert run_tool(*words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["usable_bytes"] == told["segments"] * (64 << 10)
+    pool = NvmePool(open_paths(paths))
+    pool.recover({})
+    small, _ = demote(pool, [f"{number}" for number in range(20)])
+    sharded, _ = demote(pool, ["x", "y"], namespace="other", layout=SHARDED)
+    assert pool.close(clean=True)
+    return [*small.tolist(), *sharded.tolist()]
+
+
+def test_fsck_finds_every_block_right_and_then_the_one_that_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    slots = make_pool(paths, capsys)
+    assert run_tool("fsck", *reversed(paths), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["blocks"], told["right_blocks"], told["was_clean"]) == (22, 22, True)
+    assert told["payload_bytes"] == 20 * 4_000 + 2 * 2 * 4_097
+    pool = NvmePool(open_paths(paths), writable=False)
+    first = pool.geometry.segments_first
+    pool.close(clean=False)
+    with paths[0].open("r+b") as file:
+        file.seek(first + 4096 + 3_999)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    assert run_tool("fsck", *paths, "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["right_blocks"], told["corrupt_blocks"]) == (21, 1)
+    assert [one["slot"] for one in told["bad"]] == [1]
+    assert 1 in slots
+    assert run_tool("fsck", *paths) == 1
+    assert "segment 0, slot 1: corrupt" in capsys.readouterr().out
+
+
+def test_tools_refuse_what_is_no_whole_pool_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    make_pool(paths, capsys)
+    (tmp_path / "mine").write_bytes(bytes(100_000))
+    cases = [
+        (["fsck", paths[1]], "belongs to a pool of 2 paths, given are 1; missing: 1"),
+        (["fsck", tmp_path / "none"], "No such file or directory"),
+        (["fsck", tmp_path / "mine"], "is not a pool of kvtier"),
+        (["format", paths[0], "--bytes", "4MiB"], "is a pool of kvtier already"),
+        (["format", tmp_path / "new"], "say how large the file shall be"),
+        (["format", tmp_path / "new", "--bytes", "1MiB"], "too few for one segment"),
+    ]
+    for words, message in cases:
+        assert run_tool(*words) == 2
+        told = capsys.readouterr().err
+        assert message in told
+        assert told.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert run_tool("fsck", *paths) == 0
+
+
+def test_fsck_refuses_a_pool_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pool"
+    make_pool([path], capsys)
+    pool = NvmePool(open_paths([path]))
+    assert run_tool("fsck", path) == 2
+    assert "is in use by another process" in capsys.readouterr().err
+    pool.close(clean=False)

@@ -67,7 +67,7 @@ class CrashingDriver:
         self.file = file
         self.name = name
         self.alignment = alignment
-        self._closed = False
+        self.is_closed = False
 
     @property
     def length_bytes(self) -> int:
@@ -75,7 +75,7 @@ class CrashingDriver:
 
     def read(self, accesses: Sequence[Access], batch: Batch) -> None:
         for access in accesses:
-            if self._closed:
+            if self.is_closed:
                 batch.finish(access.member, Outcome.REFUSED)
                 continue
             self._assert_fits(access)
@@ -88,7 +88,7 @@ class CrashingDriver:
 
     def write(self, accesses: Sequence[Access], batch: Batch) -> None:
         for access in accesses:
-            if self._closed:
+            if self.is_closed:
                 batch.finish(access.member, Outcome.REFUSED)
                 continue
             self._assert_fits(access)
@@ -106,7 +106,7 @@ class CrashingDriver:
         return Outcome.DONE
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
-        self._closed = True
+        self.is_closed = True
         return True
 
     def _assert_fits(self, access: Access) -> None:

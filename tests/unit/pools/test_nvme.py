@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.io.driver import Driver, Outcome
+from kvtier.io.driver import Outcome
 from kvtier.pools import nvme_recovery
 from kvtier.pools.nvme import NvmePool, PoolCondition, PoolState
 from kvtier.pools.nvme_paths import format_drivers
@@ -277,20 +277,22 @@ def other_pool(length_bytes: int = LENGTH_BYTES) -> CrashingDriver:
 
 
 def test_paths_that_are_no_pool_are_refused_in_one_line() -> None:
-    one, two = make_drivers(2)
-    foreign = CrashingDriver(CrashingFile(LENGTH_BYTES), "blank")
-    cases: list[tuple[list[Driver], str]] = [
-        ([one], "path0 belongs to a pool of 2 paths, given are 1; missing: 2"),
-        ([two], "path1 belongs to a pool of 2 paths, given are 1; missing: 1"),
-        ([one, other_pool()], "other and path0 belong to different pools"),
-        ([one, foreign], "blank is not a pool of kvtier"),
-        ([one, two, one], "given are 3"),
+    files = {driver.name: driver.file for driver in [*make_drivers(2), other_pool()]}
+    files["blank"] = CrashingFile(LENGTH_BYTES)
+    cases = [
+        (["path0"], "path0 belongs to a pool of 2 paths, given are 1; missing: 2"),
+        (["path1"], "path1 belongs to a pool of 2 paths, given are 1; missing: 1"),
+        (["path0", "other"], "other and path0 belong to different pools"),
+        (["path0", "blank"], "blank is not a pool of kvtier"),
+        (["path0", "path1", "path0"], "given are 3"),
     ]
-    for drivers, message in cases:
+    for names, message in cases:
+        drivers = [CrashingDriver(files[name], name) for name in names]
         with pytest.raises(ConfigError, match=message) as refused:
             NvmePool(drivers)
         assert "\n" not in str(refused.value)
-    NvmePool([two, one])
+        assert all(driver.is_closed for driver in drivers)
+    NvmePool([CrashingDriver(files[name], name) for name in ("path1", "path0")])
 
 
 def test_a_torn_superblock_is_replaced_by_its_copy() -> None:

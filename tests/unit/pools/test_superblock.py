@@ -74,14 +74,17 @@ def test_areas_follow_one_another_and_end_with_the_capacity() -> None:
 
 @pytest.mark.parametrize("length_bytes", [(1 << 30) + 5, 8 << 30, 333 << 30, 7 << 40])
 @pytest.mark.parametrize("path_count", [1, 3])
-def test_as_many_segments_as_fit_and_not_one_more(length_bytes: int, path_count: int) -> None:
-    geometry = fitting_geometry(length_bytes, path_count=path_count)
+@pytest.mark.parametrize("segment_bytes", [64 << 10, 256 << 20])
+def test_as_many_segments_as_fit_and_not_one_more(
+    length_bytes: int, path_count: int, segment_bytes: int
+) -> None:
+    geometry = fitting_geometry(length_bytes, path_count=path_count, segment_bytes=segment_bytes)
     assert geometry.length_bytes <= length_bytes
     assert replace(geometry, segment_count=geometry.segment_count + 1).length_bytes > length_bytes
 
 
 def test_too_little_room_for_a_segment_is_told() -> None:
-    with pytest.raises(ConfigError, match="too few for one segment of 256 MiB"):
+    with pytest.raises(ConfigError, match="too few for one segment"):
         fitting_geometry(256 << 20, path_count=1)
 
 

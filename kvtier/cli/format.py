@@ -1,0 +1,67 @@
+"""`kvtier format PATH… --bytes 8GiB`: make one new NVMe pool of files or block devices.
+
+Several paths are one pool, striped; each has the size that --bytes says (a device, all it has).
+What they held is lost, so paths that hold anything are refused without --force. Exit codes: 0; 2
+when a path is refused, and then nothing was changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kvtier.cli.output import add_json_argument, bytes_text, print_json
+from kvtier.cli.sizes import size
+from kvtier.errors import BadRequest
+from kvtier.pools.nvme_paths import PATHS_MAX, format_paths
+from kvtier.pools.segments import SEGMENT_BYTES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="file or block device")
+    parser.add_argument(
+        "--bytes", type=size, dest="length_bytes", metavar="SIZE", help="of each path, as 8GiB"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite what the paths hold")
+    parser.add_argument(
+        "--segment-bytes", type=size, default=SEGMENT_BYTES, metavar="SIZE", help="(256MiB)"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    paths: list[Path] = arguments.paths
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise BadRequest("a path is given twice")
+    if len(paths) > PATHS_MAX:
+        raise BadRequest(f"{len(paths)} paths; a pool has at most {PATHS_MAX}")
+    if arguments.segment_bytes % 4096:
+        raise BadRequest("--segment-bytes: give a multiple of 4KiB")
+    superblocks = format_paths(
+        paths,
+        arguments.length_bytes,
+        pool_id=os.urandom(16),
+        generation=int.from_bytes(os.urandom(8), sys.byteorder),
+        force=arguments.force,
+        segment_bytes=arguments.segment_bytes,
+    )
+    geometry = superblocks[0].geometry
+    usable_bytes = geometry.segment_count * geometry.segment_bytes * len(paths)
+    if arguments.json:
+        print_json(
+            {
+                "paths": [str(path) for path in paths],
+                "pool_id": superblocks[0].pool_id.hex(),
+                "segments": geometry.segment_count * len(paths),
+                "segment_bytes": geometry.segment_bytes,
+                "usable_bytes": usable_bytes,
+            }
+        )
+    else:
+        print(
+            f"{len(paths)} path(s) formatted: {geometry.segment_count * len(paths)} segments of "
+            f"{bytes_text(geometry.segment_bytes)}, {bytes_text(usable_bytes)} for blocks"
+        )
+    return 0

@@ -1,9 +1,7 @@
 """One process offloads the KV of a prompt, another onboards it: the calls that an engine makes.
 
-kvtier serve --socket /tmp/kvtier.sock --state-dir /tmp/kvtier-state --dram-bytes 64MiB &
-export KVTIER_SOCKET=/tmp/kvtier.sock
-python examples/offload_onboard.py offload
-python examples/offload_onboard.py onboard
+With a daemon at $KVTIER_SOCKET: python examples/offload_onboard.py offload
+             in another process: python examples/offload_onboard.py onboard
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from kvtier.errors import KVTierError
 from kvtier.namespace import NamespaceSpec
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 64 << 10
-# What must agree for KV to be reusable. In doubt give more facts: `extra` takes any.
-SPEC = NamespaceSpec(
+SPEC = NamespaceSpec(  # What must agree for KV to be reusable; `extra` takes further facts.
     model="example",
     weights="sha256:none",  # A digest of the weights: the same name may get others.
     kv_dtype="uint8",
@@ -46,12 +43,14 @@ def computed_kv(block_hash: bytes) -> np.ndarray:
 
 
 def offload(client: Client, namespace: Namespace, hashes: list[bytes]) -> str:
-    reserved = client.reserve(namespace, len(hashes))  # Perhaps fewer slots, even none.
-    hashes = hashes[: len(reserved.slots)]
+    reserved = client.reserve(namespace, len(hashes))
+    hashes = hashes[: len(reserved.slots)]  # Perhaps fewer slots than asked for.
+    if not hashes:
+        return "offloaded nothing: no room"
     with client.arena(namespace).hold(reserved.slots, reserved.session) as views:
         for block_hash, view in zip(hashes, views, strict=True):
             np.copyto(view, computed_kv(block_hash))
-    outcomes = client.commit(  # READY, or PRESENT for what somebody else had brought.
+    outcomes = client.commit(  # READY, or PRESENT: somebody else had brought it.
         namespace, hashes, reserved.slots, session=reserved.session, epoch=reserved.epoch
     )
     return f"offloaded {len(hashes)} blocks: {sorted({one.name for one in outcomes})}"
@@ -59,6 +58,8 @@ def offload(client: Client, namespace: Namespace, hashes: list[bytes]) -> str:
 
 def onboard(client: Client, namespace: Namespace, hashes: list[bytes]) -> str:
     lease = client.acquire(namespace, hashes)  # The longest resident prefix, pinned.
+    if lease.lease_id is None:
+        return f"onboarded nothing: {lease.cut.name}"
     with client.arena(namespace).hold(lease.slots, lease.session) as views:
         blocks = [view.copy() for view in views]
     in_time = time.monotonic_ns() < lease.deadline_ns  # A copy that ended later is a miss.

@@ -38,7 +38,7 @@ def said(socket: Path, *words: str) -> str:
 
 def test_one_process_onboards_what_another_offloaded(daemon: RunningDaemon) -> None:
     program = "offload_onboard.py"
-    assert said(daemon.socket, program, "onboard") == "onboarded 0 of 10 blocks, 0 equal"
+    assert said(daemon.socket, program, "onboard") == "onboarded nothing: MISS"
     assert said(daemon.socket, program, "offload") == "offloaded 10 blocks: ['READY']"
     assert said(daemon.socket, program, "offload") == "offloaded 10 blocks: ['PRESENT']"
     assert said(daemon.socket, program, "onboard") == "onboarded 10 of 10 blocks, 10 equal"

@@ -2,10 +2,12 @@
 
 A *session* is one connection of one process under its engine's id. When a session ends, what it
 reserved may still be written to: by its own process (if that is not proven dead) and by the
-engine's other processes, which were told to copy. So its slots go into quarantine until every
-process of the engine that maps slots is *quiet* about that session (it says that its copies are
-drained and that it refuses later ones) or proven dead, plus a grace time for DMA under way. A
-process that was not connected when it should have been asked is asked when it is.
+engine's other processes, which were told to copy. So its slots go into quarantine until its own
+process and every process of the engine that maps slots is *quiet* about that session (it says that
+its copies are drained and that it refuses later ones) or proven dead, plus a grace time for DMA
+under way. Its own process counts even when it maps nothing: as long as it does not know that its
+session ended, it may tell a worker that joins tomorrow to copy. A process that was not connected
+when it should have been asked is asked when it is.
 
 Invariant: a quarantine waits only for processes that are LIVE or LOST.
 """
@@ -58,6 +60,10 @@ class Session:
     def maps_slots(self) -> bool:
         return self.live and self.process.maps_slots
 
+    @property
+    def may_hold_slots(self) -> bool:
+        return not self.by_value and self.role is not Role.TOOL
+
 
 @dataclass(slots=True)
 class Quarantine:
@@ -99,7 +105,7 @@ class EngineTable:
     def require_slots(self, session: SessionId, namespace: NamespaceId) -> Session:
         """A live session that may use slots of the namespace."""
         found = self.require_live(session)
-        if found.by_value or found.role is Role.TOOL:
+        if not found.may_hold_slots:
             raise Forbidden("this session maps no slots: use Put and Get")
         if namespace not in found.namespaces:
             raise Forbidden(f"this session has not opened namespace {namespace}: open it first")
@@ -178,6 +184,8 @@ class EngineTable:
                 process.state = ProcessState.LOST
         processes = self._processes[found.engine]
         waiting = {first: one for first, one in processes.items() if one.may_touch_slots}
+        if found.may_hold_slots and process.state in _REVIVABLE:
+            waiting[process.first_session] = process
         ready_at = max([now, *(one.harmless_at for one in processes.values())])
         self._quarantines[session] = Quarantine(session, found.engine, waiting, ready_at)
         return self.ask_again()

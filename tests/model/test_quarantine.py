@@ -33,9 +33,13 @@ class Model:
     def maps(self) -> bool:
         return self.role is not Role.SCHEDULER
 
+    def counts_for(self, session: SessionId, engine: int) -> bool:
+        """Whether it may touch slots under the engine's session, or tell somebody else to."""
+        return self.number == engine and (self.maps or session in self.sessions)
+
 
 class QuarantineMachine(RuleBasedStateMachine):
-    """Slots return if and only if every process that maps slots is quiet, or dead for a while."""
+    """Slots return if and only if whoever maps slots or had them is quiet, or dead for a while."""
 
     @initialize()
     def start(self) -> None:
@@ -145,16 +149,18 @@ class QuarantineMachine(RuleBasedStateMachine):
         """Nobody who is waited for can say that he was not asked."""
         for about, number in self.ended.items():
             for one in self.processes:
-                if one.number == number and one.maps and one.connected and about not in one.quiet:
+                if not one.counts_for(about, number):
+                    continue
+                if one.connected and about not in one.quiet:
                     assert (one.sessions[-1], about) in self.asked, f"never asked about {about}"
 
     def is_harmless(self, session: SessionId) -> bool:
         for one in self.processes:
-            if one.number != self.ended[session] or not one.maps:
+            if not one.counts_for(session, self.ended[session]):
                 continue
             if one.alive and session not in one.quiet:
                 return False
-            if one.died_at is not None and self.now < one.died_at + GRACE:
+            if one.maps and one.died_at is not None and self.now < one.died_at + GRACE:
                 return False
         return True
 

@@ -34,16 +34,36 @@ def table() -> EngineTable:
 
 
 def test_slots_wait_for_a_worker_that_was_told_to_copy(table: EngineTable) -> None:
-    assert table.end_session(SCHEDULER, 10.0) == [QuietAsked(WORKER, SCHEDULER)]
+    assert table.end_process(SCHEDULER, 10.0, dead=True) == [QuietAsked(WORKER, SCHEDULER)]
     assert table.take_finished(1e9) == []
     table.declare_quiet(WORKER, SCHEDULER)
     assert table.take_finished(10.0) == [SCHEDULER]
     assert table.take_finished(10.0) == []
 
 
+def test_slots_wait_for_the_scheduler_that_may_still_tell_a_worker_to_copy(
+    table: EngineTable,
+) -> None:
+    """It maps nothing; but until it knows, a worker that joins tomorrow does as it is told."""
+    table.end_session(SCHEDULER, 10.0)
+    table.declare_quiet(WORKER, SCHEDULER)
+    table.end_process(WORKER, 11.0, dead=False)
+    assert table.take_finished(1e9) == [WORKER]
+    table.forget(WORKER)
+    assert not table.is_engine_gone(engine_id(1)), "its leases are still good"
+    open_session(table, 3, Role.WORKER)
+    assert table.ask_again() == [QuietAsked(SessionId(3), SCHEDULER)]
+    open_session(table, 4, Role.SCHEDULER, replaces=SCHEDULER)
+    assert table.ask_again() == [QuietAsked(SessionId(4), SCHEDULER)]
+    table.declare_quiet(SessionId(4), SCHEDULER)
+    assert table.take_finished(1e9) == []
+    table.declare_quiet(SessionId(3), SCHEDULER)
+    assert table.take_finished(11.0) == [SCHEDULER]
+
+
 def test_slots_wait_for_a_stopped_worker_whose_connection_ended(table: EngineTable) -> None:
     table.end_session(WORKER, 10.0)
-    table.end_session(SCHEDULER, 10.0)
+    table.end_process(SCHEDULER, 10.0, dead=True)
     table.declare_quiet(WORKER, SCHEDULER)  # Its connection is over: it cannot have said so.
     assert table.take_finished(1e9) == []
     table.end_process(WORKER, 20.0, dead=True)
@@ -61,7 +81,7 @@ def test_a_worker_that_was_away_is_asked_when_it_is_back(table: EngineTable) -> 
 
 
 def test_a_worker_that_joins_late_is_waited_for_as_well(table: EngineTable) -> None:
-    table.end_session(SCHEDULER, 10.0)
+    table.end_process(SCHEDULER, 10.0, dead=True)
     open_session(table, 3, Role.WORKER)
     assert table.ask_again() == [QuietAsked(SessionId(3), SCHEDULER)]
     table.declare_quiet(WORKER, SCHEDULER)
@@ -72,7 +92,7 @@ def test_a_worker_that_joins_late_is_waited_for_as_well(table: EngineTable) -> N
 
 def test_dma_of_a_worker_that_died_before_is_waited_for(table: EngineTable) -> None:
     table.end_process(WORKER, 10.0, dead=True)
-    table.end_session(SCHEDULER, 10.5)
+    table.end_process(SCHEDULER, 10.5, dead=False)
     assert table.take_finished(10.9) == []
     assert set(table.take_finished(11.0)) == {SCHEDULER, WORKER}
 

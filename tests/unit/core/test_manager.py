@@ -323,7 +323,8 @@ def test_a_worker_that_was_away_is_asked_to_be_quiet_when_it_is_back(story: Stor
     engine.lose(engine.scheduler)
     story.tick(1.0)
     assert story.world.manager.stats().namespaces[0].quarantined_count == 2
-    engine.connect(worker)
+    for process in (worker, engine.scheduler):
+        engine.connect(process)
     story.tick(1.0)
     story.read_mail(engine)
     assert story.world.manager.stats().namespaces[0].quarantined_count == 0

@@ -178,7 +178,9 @@ class Evict:
 
     namespace: NamespaceId
     hashes: Sequence[BlockHash]
-    evicted_count: int = 0  # Set by the manager when the event is continued.
+    # Set by the manager when the event is continued.
+    evicted_count: int = 0
+    left_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,7 @@ class HintSessionEnd:
 
     namespace: NamespaceId
     hashes: Sequence[BlockHash]
+    done_count: int = 0  # Set by the manager when the event is continued.
 
 
 # ------------------------------------------------------------------------------- from the shell

@@ -404,19 +404,26 @@ class BlockManager:
     def _on_evict(self, event: ev.Evict, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         resident_count = residency.index.match(event.hashes)
+        if event.left_count is not None:  # What is committed again meanwhile is left alone.
+            resident_count = min(resident_count, event.left_count)
         start = max(0, resident_count - self._config.evict_slice_blocks)
         part = event.hashes[start:resident_count]
         evicted = residency.evict_prefix(part)
         evicted_count = event.evicted_count + len(evicted)
         found = _removed(event.namespace, evicted)
         if part and len(evicted) == len(part) and start:
-            rest = replace(event, hashes=event.hashes[:start], evicted_count=evicted_count)
+            rest = replace(event, left_count=start, evicted_count=evicted_count)
             return [*found, ins.Continue(rest)]
         kept_count = resident_count - len(evicted)
         return [*found, ins.Evicted(evicted_count, kept_count)]
 
     def _on_hint_session_end(self, event: ev.HintSessionEnd, now: float) -> list[ins.Instruction]:
-        return [ins.HintUsed(self._residency(event.namespace).end_user_session(event.hashes))]
+        residency = self._residency(event.namespace)
+        stop = event.done_count + self._config.slice_blocks
+        is_used = residency.end_user_session(event.hashes[event.done_count : stop])
+        if is_used and stop < len(event.hashes):
+            return [ins.Continue(replace(event, done_count=stop))]
+        return [ins.HintUsed(is_used)]
 
     # ------------------------------------------------------------------------- from the shell
 

@@ -97,7 +97,7 @@ class DramConfig:
         AUTO,
         Size(2 * MIB, GIB, auto=True),
         "Size of one slab, a multiple of 2 MiB. auto: a sixteenth of the budget, between "
-        "64 MiB (or the whole budget) and 1 GiB.",
+        "16 MiB (or the whole budget) and 1 GiB. A namespace takes whole slabs, one a shard.",
     )
     populate_threads: int = option(
         2, Count(1, 64), "Threads that populate slabs in the background."
@@ -250,7 +250,7 @@ def _check_together(config: Config) -> None:
 
 def slab_bytes_for(budget_bytes: int) -> int:
     """`auto` slab size: a sixteenth of the budget, so that namespaces can share it."""
-    wanted = max(budget_bytes // 16, min(64 * MIB, budget_bytes))
+    wanted = max(budget_bytes // 16, min(16 * MIB, budget_bytes))
     return max(min(wanted, GIB) // (2 * MIB), 1) * (2 * MIB)
 
 

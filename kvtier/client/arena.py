@@ -179,9 +179,9 @@ class ArenaTable:
             if session.generation != self._generation or session.session_id in self._refused:
                 raise StaleSlot("the session these slots were given under is lost")
             rows = None if state is None else self._rows.get((state.namespace_id, shard))
-            if rows is None:
+            if rows is None and len(plain):
                 raise StaleSlot(f"no slab of shard {shard} is mapped here")
-            return [rows.row(slot) for slot in plain]
+            return [rows.row(slot) for slot in plain] if rows is not None else []
 
     def begin_hold(
         self,

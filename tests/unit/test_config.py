@@ -98,9 +98,9 @@ def test_broken_toml_and_missing_file_are_named(tmp_path: Path) -> None:
     ("budget", "slab"),
     [
         (2 * MIB, 2 * MIB),
-        (33 * MIB, 32 * MIB),
-        (64 * MIB, 64 * MIB),
-        (512 * MIB, 64 * MIB),
+        (33 * MIB, 16 * MIB),
+        (64 * MIB, 16 * MIB),
+        (512 * MIB, 32 * MIB),
         (4096 * MIB, 256 * MIB),
         (65536 * MIB, 1024 * MIB),
     ],

@@ -120,8 +120,12 @@ class EngineTable:
         return list(self._sessions.values())
 
     @property
-    def live_count(self) -> int:
-        return sum(session.live for session in self._sessions.values())
+    def scheduler_count(self) -> int:
+        """Live sessions that reserve slots ahead: tools and mere workers never do."""
+        return sum(
+            session.live and session.may_hold_slots and session.role is not Role.WORKER
+            for session in self._sessions.values()
+        )
 
     def is_quarantined(self, session: SessionId) -> bool:
         return session in self._quarantines

@@ -21,7 +21,7 @@ class ManagerConfig:
     # books it can fill; what it can hold is bounded by pin_fraction_max.
     leases_per_session_max: int = 256
     pin_fraction_max: float = PIN_FRACTION_MAX
-    # Stock reserved ahead: a session may hold 1 / (stock_divisor * live sessions) of the slots.
+    # Stock reserved ahead: a session may hold 1 / (stock_divisor * live schedulers) of the slots.
     stock_divisor: int = 8
     # How long a namespace waits for slabs under way before it evicts its own blocks instead.
     growth_wait_seconds: float = 5.0

@@ -259,7 +259,7 @@ class Shares:
         )
 
     def _stock_count_max(self, residency: Residency) -> int:
-        sessions = max(1, self._engines.live_count)
+        sessions = max(1, self._engines.scheduler_count)
         pool_count = self._ledger.pool_bytes // residency.facts.block_bytes
         # A namespace that has not grown yet must not be held by the stock of one of several.
         mine_count = residency.tier.allocator.slot_count // sessions

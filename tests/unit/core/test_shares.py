@@ -52,6 +52,18 @@ def test_slots_are_given_only_when_workers_of_all_shards_have_mapped_them() -> N
     assert len(reserve(world, scheduler, 2).slots) == 2
 
 
+def test_tools_and_workers_take_nothing_of_a_schedulers_stock() -> None:
+    world = World(CONFIG)
+    world.open_namespace(NS, slot_bytes=SLOT_BYTES)
+    world.populate_slab()
+    engine = FakeEngine(world, 1, shard_count=1, together=False)
+    engine.read_mail(engine.workers[0])
+    for number in range(2, 10):
+        tool = ev.SessionOpened(world.new_session(), engine_id(number), Role.TOOL, by_value=True)
+        world.run_quietly(tool)
+    assert reserve(world, engine.scheduler.session, 16).stock_count_max == 16
+
+
 def test_a_session_that_joins_twice_is_offered_its_slabs_once() -> None:
     world = World(CONFIG)
     world.open_namespace(NS, slot_bytes=SLOT_BYTES)

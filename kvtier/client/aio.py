@@ -207,8 +207,8 @@ class AsyncClient(ClientBase):
         is_first = True
         while not self._link.is_closing():
             if not await self.wait_namespace(namespace, WATCH_WAIT_SECONDS):
-                if namespace.error is not None:
-                    raise namespace.error
+                if (error := namespace.error) is not None:
+                    raise error
                 continue
             try:
                 session, request = self._plans.watch(namespace)

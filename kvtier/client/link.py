@@ -89,9 +89,10 @@ class Link:
         return session
 
     def begin(self, namespace: Namespace) -> tuple[OpenSession, NamespaceState]:
+        check_not_forked(self._owner_pid)
+        if (error := namespace.error) is not None and not self._closing:
+            raise error  # Also while the breaker is not CLOSED: waiting does not help.
         session = self.begin_any()
-        if namespace.error is not None:
-            raise namespace.error
         state = namespace.state
         if state is None or state.session != session.ref:
             raise Unavailable("the namespace is still being opened")
@@ -225,6 +226,7 @@ class Link:
                 self._why_absent = why
             for namespace in self._namespaces.values():
                 namespace.state = None
+                namespace.error = None  # The next session asks anew.
         self.arenas.void_all()
 
     def probe_answered(self, session: OpenSession) -> None:

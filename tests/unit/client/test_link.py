@@ -140,6 +140,36 @@ def test_a_refused_namespace_raises_the_daemons_reason(link: Link) -> None:
         link.begin(namespace)
 
 
+def test_a_refused_namespace_raises_the_reason_before_the_first_probe_is_answered(
+    link: Link,
+) -> None:
+    link.enter_generation(1)
+    link.session_opened(session_of(1))
+    namespace = link.open_namespace(SPEC)
+    link.namespace_refused(namespace, BadRequest("no such layout"))
+    with pytest.raises(BadRequest, match="no such layout"):
+        link.begin(namespace)
+
+
+def test_a_refusal_ends_with_its_session(link: Link) -> None:
+    connect(link, session_of(1))
+    namespace = link.open_namespace(SPEC)
+    link.namespace_refused(namespace, BadRequest("no such layout"))
+    link.session_lost("restarted")
+    with pytest.raises(Unavailable, match="restarted"):
+        link.begin(namespace)
+    assert namespace.error is None, "nobody is told of what another daemon said"
+
+
+def test_a_closed_client_is_unavailable_whatever_was_refused(link: Link) -> None:
+    connect(link, session_of(1))
+    namespace = link.open_namespace(SPEC)
+    link.namespace_refused(namespace, BadRequest("no such layout"))
+    link.start_closing()
+    with pytest.raises(Unavailable, match="closed"):
+        link.begin(namespace)
+
+
 def test_the_same_spec_is_the_same_namespace(link: Link) -> None:
     assert link.open_namespace(SPEC) is link.open_namespace(SPEC)
 

@@ -115,6 +115,7 @@ class _Builder:
     def __init__(self, config: Config, plan: Plan) -> None:
         self.config = config
         self.plan = plan
+        self._bound: list[Path] = []
         self.base = _base(config, plan)
         self.core = self.base.core
         self.tokens = Tokens()
@@ -157,14 +158,24 @@ class _Builder:
         )
 
     def build(self) -> Parts:
+        try:
+            return self._build()
+        except BaseException:
+            for path in self._bound:  # A refused start leaves nothing behind.
+                path.unlink(missing_ok=True)
+            raise
+
+    def _build(self) -> Parts:
         self.reporter.set_limits(self._limits())
         self.base.metrics.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
         handlers = self._handlers()
         server, tcp_address = self._server(handlers)
         lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)
         lane.listen(self.plan.lane_socket)
+        self._bound.append(self.plan.lane_socket)
         session_socket = self._session_socket()
         session_socket.listen(self.plan.socket)
+        self._bound.append(self.plan.socket)
         address = self.config.admin.address
         admin = None
         if address != "off":
@@ -244,6 +255,7 @@ class _Builder:
             _add_port(server, f"unix:{self.plan.grpc_socket}", "server.socket")
         finally:
             os.umask(umask)
+        self._bound.append(self.plan.grpc_socket)
         tcp = self.config.grpc.tcp
         if tcp == "off":
             return server, ""

@@ -112,6 +112,19 @@ def test_live_socket_is_never_replaced(daemon: RunningDaemon, tmp_path: Path) ->
     open_session(daemon.socket).close()
 
 
+@pytest.mark.parametrize("option", ["admin.address", "grpc.tcp"])
+def test_a_start_refused_for_a_busy_port_leaves_no_sockets(option: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        ended = run_serve(
+            *("--socket", str(tmp_path / "k.sock"), "--state-dir", str(tmp_path / "state")),
+            *("--set", "admin.address=off", "--set", f"{option}={address}"),
+        )
+    assert ended.returncode == 2
+    assert option in ended.stderr
+    assert list(tmp_path.glob("*.sock")) == []
+
+
 def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("precious")

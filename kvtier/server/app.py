@@ -137,7 +137,7 @@ class Daemon:
             "pages": plan.page_kind,
             "budget": format_bytes(plan.slab_count_max * plan.slab_bytes),
             "slab": format_bytes(plan.slab_bytes),
-            "generation": plan.generation,
+            "generation": f"{plan.generation:016x}",  # As `kvtier stats` tells it.
             "admin": self._parts.admin.address if self._parts.admin else "off",
             "tcp": self._parts.tcp_address or "off",
         }

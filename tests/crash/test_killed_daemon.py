@@ -53,7 +53,7 @@ def kill_and_restart(daemon: RunningDaemon, observer: Observer, engines: list[En
     daemon.restart()
     observer.wait_back()
     assert is_refused(daemon.grpc_address, state.token)
-    generation = int(daemon.ready["generation"])
+    generation = int(daemon.ready["generation"], 16)
     for engine, old in zip(engines, held, strict=True):
         assert old["session"][0] != generation
         eventually(lambda: _is_back(engine, generation), "the engine reconnected by itself")  # noqa: B023
@@ -76,7 +76,7 @@ def test_engines_go_on_with_the_restarted_daemon(daemon: RunningDaemon) -> None:
                 engine.ask("churn", chain_count=10_000 if number % 2 else 40, **churn)
             time.sleep(rng.uniform(0.0, 0.4))
             kill_and_restart(daemon, observer, engines)
-            generation = int(daemon.ready["generation"])
+            generation = int(daemon.ready["generation"], 16)
             wanted = [len(acked_in([engine], generation)) + 3 for engine in engines]
             for engine, seed in zip(engines, seeds, strict=True):
                 churn = {"seed": seed + 1, "pause_seconds": 0.0, "others": seeds}

@@ -61,7 +61,7 @@ def refused(session: RawSession) -> pb.SessionError:
 def test_welcome_comes_before_anything_is_said(daemon: RunningDaemon) -> None:
     with connect(daemon.socket) as session:
         assert session.welcome.protocol == PROTOCOL_VERSION
-        assert str(session.welcome.generation) == daemon.ready["generation"]
+        assert f"{session.welcome.generation:016x}" == daemon.ready["generation"]
 
 
 def test_hello_opens_a_session_with_a_token(daemon: RunningDaemon) -> None:

@@ -23,6 +23,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket", type=Path, metavar="PATH", help="measure this running daemon, not a private one"
     )
+    add_report_arguments(parser)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a benchmark that needs no daemon."""
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     add_json_argument(parser)
 

@@ -216,8 +216,9 @@ class NvmePool:
         facts = BlockFacts(header.fingerprint, epoch, header.layout.payload_bytes)
         sequence = self._book.take_sequences(len(slots))
         self._book.commit(slots)
-        self._image.table.write_ready(slots, hashes, parents, facts, sequence=sequence)
-        self._image.table.write_checksums(slots, checksums)
+        self._image.table.write_ready(
+            slots, hashes, parents, facts, sequence=sequence, checksums=checksums
+        )
         self._image.mark(slots)
 
     def abort(self, slots: Slots) -> None:

@@ -53,8 +53,7 @@ class TableImage:
 
     def mark(self, slots: Slots) -> None:
         """The entries of these slots have changed."""
-        pages = np.unique(slots // PAGE_ROWS)
-        self._dirty_pages.update(dict.fromkeys(pages.tolist()))
+        self._dirty_pages.update(dict.fromkeys((slots // PAGE_ROWS).tolist()))
 
     def put_headers(self, headers: Sequence[SegmentHeader], *, on_disk: bool = False) -> None:
         """These lives of segments have begun; `on_disk`: as they were read from there."""

@@ -149,6 +149,7 @@ class SlotTable:
         facts: BlockFacts,
         *,
         sequence: int,
+        checksums: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         """These slots hold these blocks; sequence numbers ascend from `sequence`."""
         assert len(slots) == len(hashes) == len(parents), "one hash and one parent a slot"
@@ -167,6 +168,8 @@ class SlotTable:
         entries["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
         entries["payload_bytes"] = facts.payload_bytes
         entries["epoch"] = facts.epoch
+        if checksums is not None:
+            entries["checksum"] = checksums
         self._write(slots, entries)
 
     def write_checksums(self, slots: Slots, checksums: npt.NDArray[np.uint64]) -> int:

@@ -123,3 +123,32 @@ def test_fsck_refuses_a_pool_in_use(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run_tool("fsck", path) == 2
     assert "is in use by another process" in capsys.readouterr().err
     pool.close(clean=False)
+
+
+def test_recovery_is_measured_against_a_dict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "recovery", "--slots", "3000", "--rounds", "1", "--json"]
+    assert run_tool(*words, "--path", tmp_path) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["slots"] == 3000
+    assert 0 < told["dict_build_s"] < told["recovery_s"]
+    assert isinstance(told["table_was_cold"], bool)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_bench_of_the_tier_runs_without_fio_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["bench", "nvme", "--bytes", "256MiB", "--rounds", "1", "--strict", "--json"]
+    assert run_tool(*words, "--path", tmp_path) == 0
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told["fio"] == "fio is not installed"
+    assert "fio is not installed: no ratios" in captured.err
+    assert "write_ratio" not in told
+    assert told["blocks"] == 128
+    assert min(told["write_gbps"], told["read_gbps"], told["write_us_base"]) > 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,97 @@
+"""fio, where it is installed: what the disk gives to a program that does nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENGINES = ("io_uring", "libaio", "psync")
+_SECONDS_MAX = 300
+_HUGE_KIB = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class FioJob:
+    """One pass over a part of a file."""
+
+    path: Path
+    first: int
+    length_bytes: int
+    block_bytes: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class FioFigures:
+    bytes_per_second: float
+    cpu_us_per_block: float
+
+
+class Fio:
+    """Finds out once which engine and which memory work here."""
+
+    def __init__(self, depth: int, block_bytes: int) -> None:
+        self.memory, self._memory_words, self._environment = _memory(depth * block_bytes)
+        self.engine = ""
+
+    @staticmethod
+    def is_installed() -> bool:
+        return shutil.which("fio") is not None
+
+    def run(self, job: FioJob, kind: str) -> FioFigures | None:
+        """`kind` as fio calls it: write, randread, …; None when no engine works."""
+        for engine in [self.engine] if self.engine else _ENGINES:
+            figures = self._run(job, kind, engine)
+            if figures is not None:
+                self.engine = engine
+                return figures
+        return None
+
+    def _run(self, job: FioJob, kind: str, engine: str) -> FioFigures | None:
+        words = [
+            *("fio", "--name=kvtier", f"--filename={job.path}", "--output-format=json"),
+            *(f"--rw={kind}", f"--bs={job.block_bytes}", f"--size={job.length_bytes}"),
+            *(f"--offset={job.first}", f"--iodepth={job.depth}", f"--ioengine={engine}"),
+            *("--direct=1", "--thread", "--allow_file_create=0", "--randrepeat=0"),
+            *self._memory_words,
+        ]
+        if engine == "psync":  # One call at a time: the depth is a number of threads.
+            part = job.length_bytes // job.depth // job.block_bytes * job.block_bytes
+            words += [f"--numjobs={job.depth}", f"--size={part}", f"--offset_increment={part}"]
+            words += ["--group_reporting"]
+        try:
+            done = subprocess.run(
+                words,
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS_MAX,
+                check=False,
+                env={**os.environ, **self._environment},
+            )
+            if done.returncode != 0:
+                return None
+            [told] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            return None
+        side = told["read" if "read" in kind else "write"]
+        cpu_share = (told["usr_cpu"] + told["sys_cpu"]) / 100
+        blocks = job.length_bytes / job.block_bytes
+        seconds = job.length_bytes / float(side["bw_bytes"])
+        return FioFigures(float(side["bw_bytes"]), 1e6 * cpu_share * seconds / blocks)
+
+
+def _memory(needed_bytes: int) -> tuple[str, list[str], dict[str, str]]:
+    """(what it is called, words for fio, its environment): huge pages by the best way there is."""
+    free_count = 0
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("HugePages_Free:"):
+            free_count = int(line.split()[1])
+    if free_count * _HUGE_KIB << 10 >= 2 * needed_bytes:
+        return "shmhuge", ["--iomem=shmhuge"], {}
+    # glibc asks for huge pages (madvise) for what malloc maps; heeded where THP allows it.
+    words = ["--iomem=malloc", "--iomem_align=2m"]
+    return "malloc with THP advice", words, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -92,9 +92,11 @@ def read_blocks_of(
             raise TableUnreadable("the slot table of the NVMe pool cannot be read")
         rows, numbers, owners = _used_rows(step, geometry.row_count_max)
         ready = _ready(rows, owners, step.headers, generation, epochs)
-        slots.append(numbers[ready])
-        entries.append(rows[ready])
-        void.append(numbers[~ready])
+        if not ready.all():  # Seldom; as a rule a copy of all rows is saved.
+            void.append(numbers[~ready])
+            numbers, rows = numbers[ready], rows[ready]
+        slots.append(numbers)
+        entries.append(rows)
     all_slots, all_entries = np.concatenate(slots), np.concatenate(entries)
     newest = newest_entries(all_entries)
     if not newest.all():
@@ -180,12 +182,12 @@ def _padded_rows(header: SegmentHeader) -> int:
 
 
 def _used_rows(step: _Step, row_count_max: int) -> tuple[Entries, Slots, npt.NDArray[np.int64]]:
-    """(rows that are not zero, their slots, the place of their header in the step)."""
+    """(rows that are not empty, their slots, the place of their header in the step)."""
     counts = np.array([_padded_rows(header) for header in step.headers])
     firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    used = np.flatnonzero(
-        step.rows.view(np.uint64).reshape(-1, ENTRY_BYTES // 8).any(axis=1)
-    ).astype(np.int64)
+    # An entry's head is zero while it holds nothing, whatever may be left behind it.
+    heads = step.rows.view(np.uint64)[:: ENTRY_BYTES // 8]
+    used = np.flatnonzero(heads)
     owners = np.searchsorted(firsts, used, side="right") - 1
     rows_in_segment = used - firsts[owners]
     limits = np.array([header.slot_count for header in step.headers])
@@ -193,7 +195,8 @@ def _used_rows(step: _Step, row_count_max: int) -> tuple[Entries, Slots, npt.NDA
     used, owners, rows_in_segment = used[inside], owners[inside], rows_in_segment[inside]
     segments = np.array([header.segment for header in step.headers])
     numbers = (segments[owners] * row_count_max + rows_in_segment).astype(np.uint32)
-    return step.rows.view(ENTRY)[used], numbers, owners
+    rows = step.rows.view(ENTRY)
+    return rows if len(used) == len(rows) else rows[used], numbers, owners
 
 
 def _ready(

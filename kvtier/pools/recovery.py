@@ -70,11 +70,12 @@ def sound_entries(entries: Entries, generation: int) -> _Mask:
         & (entries["generation"] == generation)
         & (entries["hash_bytes"] <= HASH_BYTES_MAX)
     )
-    rows = np.flatnonzero(sound)
-    for first in range(0, len(rows), _STEP_ENTRIES):
-        step = rows[first : first + _STEP_ENTRIES]
-        checked = entries[step]
-        sound[step] = entry_crcs(checked) == checked["crc"]
+    for first in range(0, len(entries), _STEP_ENTRIES):
+        step = sound[first : first + _STEP_ENTRIES]
+        checked = entries[first : first + _STEP_ENTRIES]
+        if not step.all():
+            checked = checked[step]
+        step[step] = entry_crcs(checked) == checked["crc"]
     return sound
 
 

@@ -268,7 +268,7 @@ class SegmentBook:
         return _slots([] if bound is None else self._ready_slots(bound))
 
     def adopt(self, lives: Iterable[tuple[SegmentHeader, Sequence[int]]]) -> None:
-        """Recovery found these segments, each with the rows that hold a block; all at once.
+        """Recovery found these segments, each with its rows that hold a block, ascending; once.
 
         The newest of a namespace goes on being filled behind its last block; what was written
         behind it before the crash is not in the table, so nobody will miss it.
@@ -278,11 +278,11 @@ class SegmentBook:
             if not rows:
                 continue
             lane = header.segment % self._lanes
-            segment = _Segment(header, bytearray(header.slot_count), row_next=max(rows) + 1)
+            states = np.zeros(header.slot_count, np.uint8)
+            states[: rows[-1]] = _State.GONE
+            states[rows] = _State.READY
+            segment = _Segment(header, bytearray(states), row_next=rows[-1] + 1)
             segment.ready_count = len(rows)
-            segment.rows[: segment.row_next] = bytes([_State.GONE]) * segment.row_next
-            for row in rows:
-                segment.rows[row] = _State.READY
             self._bound[lane][header.segment] = segment
             self._filling[header.fingerprint, lane] = segment
         for lane, free in enumerate(self._free):

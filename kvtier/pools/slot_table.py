@@ -185,7 +185,7 @@ class SlotTable:
 
     def adopt(self, slots: Slots, entries: Entries) -> None:
         """Entries that recovery found sound; they are taken as they are."""
-        store_entries(self._words, slots, entries)
+        self._words[slots] = entries.view(np.uint64).reshape(len(entries), ENTRY_BYTES // 8)
 
     def checksums(self, slots: Slots) -> npt.NDArray[np.uint64]:
         """The payload checksums in the entries of these slots; 0 where there is none."""

@@ -71,7 +71,7 @@ class ServerConfig:
         "Sessions at once, lost ones included until their process is proven dead. Each holds "
         "two file descriptors.",
     )
-    namespaces_max: int = option(64, Count(1, 4096), "Namespaces in one life of the daemon.")
+    namespaces_max: int = option(256, Count(1, 4096), "Namespaces in one life of the daemon.")
     watchers_max: int = option(32, Count(1, 1024), "Watch calls at once.")
     watch_events_max: int = option(
         1024,

@@ -148,6 +148,12 @@ class Metrics:
             "Payload moved over gRPC.",
             {"direction": DIRECTIONS},
         )
+        self.corrupt_blocks = self._counter(
+            "kvtier_corrupt_blocks_total",
+            "Blocks dropped because their bytes were not those committed. Anything above 0 means "
+            "that an engine writes where it must not, or that memory fails.",
+            {},
+        )
         self.checksummed_blocks = self._counter(
             "kvtier_checksummed_blocks_total", "Blocks whose checksum was computed.", {}
         )

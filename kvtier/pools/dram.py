@@ -109,6 +109,9 @@ class DramPool:
     def write_checksums(self, slots: Slots, checksums: npt.NDArray[np.uint64]) -> None:
         self._table.write_checksums(slots, checksums)
 
+    def stored_checksum(self, slot: int) -> int:
+        return int(self._table.checksums(np.array([slot], dtype=np.uint32))[0])
+
     def write_gone(self, slots: Slots) -> None:
         self._table.write_gone(slots)
 

@@ -69,6 +69,10 @@ class Pool(Protocol):
         """Table: add the payload checksums to READY entries."""
         ...
 
+    def stored_checksum(self, slot: int) -> int:
+        """The payload's checksum as the table has it; 0 while it is not computed."""
+        ...
+
     def write_gone(self, slots: Slots) -> None:
         """Table: these slots hold nothing."""
         ...

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from kvtier.core.events import ChecksumsComputed
 from kvtier.core.instructions import ComputeChecksums
+from kvtier.errors import CorruptReplica
 from kvtier.io.checksum import block_checksum, block_checksums
 from kvtier.io.copy import read_pieces, write_piece
 from kvtier.memory import Bytes
@@ -75,8 +76,14 @@ class Mover:
         await finish(self._copy(partial(_write_pieces, views, pieces)))
 
     async def read(self, slot: int) -> tuple[list[bytes], int]:
-        """The payload of a pinned slot in pieces, and its checksum."""
-        return await finish(self._copy(partial(_read_block, self._pool.views(slot))))
+        """The payload of a pinned slot in pieces, and its checksum.
+
+        Raises CorruptReplica when the bytes are not those that were committed.
+        """
+        pieces, checksum = await finish(self._copy(partial(_read_block, self._pool.views(slot))))
+        if self._pool.stored_checksum(slot) not in (0, checksum):
+            raise CorruptReplica(f"the bytes in slot {slot} are not those that were committed")
+        return pieces, checksum
 
     async def _sum_all(self) -> None:
         loop = asyncio.get_running_loop()

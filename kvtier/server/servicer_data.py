@@ -7,6 +7,7 @@ copy that began is finished first (mover.py), then the slot is aborted or the le
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
-from kvtier.errors import BadRequest, LimitExceeded, Unavailable
+from kvtier.errors import BadRequest, CorruptReplica, LimitExceeded, Unavailable
 from kvtier.io.copy import PIECE_BYTES_MAX
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
@@ -27,6 +28,8 @@ from kvtier.server.watch import WatchHub
 from kvtier.server.wire import check_packed
 from kvtier.types import BlockHash, CommitOutcome, LeaseId, PackedHashes
 from kvtier.v1 import kvtier_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 # Pieces gathered for one hop to a thread and back.
 WRITE_BYTES_MAX = 1 << 20
@@ -235,7 +238,15 @@ class DataCalls:
         assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
         try:
             for place, slot in enumerate(reply.slots.tolist()):
-                pieces, checksum = await self._mover.read(slot)
+                try:
+                    pieces, checksum = await self._mover.read(slot)
+                except CorruptReplica as error:
+                    log.error("block corrupt in memory, dropped", extra={"reason": str(error)})
+                    self._metrics.corrupt_blocks.inc()
+                    self._core.post(
+                        ev.SlotsCorrupt(namespace.id, np.array([slot], dtype=np.uint32))
+                    )
+                    return False
                 if self._clock.now() >= deadline:
                     raise Unavailable("the client read too slowly: its lease is over, ask again")
                 offset = 0

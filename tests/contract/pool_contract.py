@@ -100,6 +100,7 @@ class PoolContract(ABC):
         pool.write_checksums(slots_of(1), np.array([2**64 - 1], np.uint64))
         found = self.recovered(pool)
         assert found.ready["checksum"].tolist() == [0, 2**64 - 1]
+        assert [pool.stored_checksum(slot) for slot in (0, 1, 2)] == [0, 2**64 - 1, 0]
         assert [bytes(one) for one in found.ready["hash"]] == hashes_of("a", "b")
 
     def test_a_checksum_that_comes_too_late_brings_nothing_back(self, pool: Pool) -> None:

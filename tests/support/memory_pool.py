@@ -96,6 +96,9 @@ class MemoryPool:
             }
             self._pack_ready(slot)
 
+    def stored_checksum(self, slot: int) -> int:
+        return int(self._ready[slot].get("checksum", 0)) if slot in self._ready else 0
+
     def write_checksums(
         self, slots: npt.NDArray[np.uint32], checksums: npt.NDArray[np.uint64]
     ) -> None:

@@ -29,7 +29,7 @@ def test_budget_is_cut_into_whole_slabs() -> None:
 
 @pytest.mark.parametrize(
     ("available", "slab", "count"),
-    [(8 << 30, 128 * MIB, 16), (1 << 40, 1 << 30, 64), (128 * MIB, 32 * MIB, 1)],
+    [(8 << 30, 128 * MIB, 16), (1 << 40, 1 << 30, 64), (128 * MIB, 16 * MIB, 2)],
 )
 def test_auto_is_a_quarter_of_the_memory_but_64_gib_at_most(
     monkeypatch: pytest.MonkeyPatch, available: int, slab: int, count: int

@@ -11,6 +11,8 @@ from pathlib import Path
 from kvtier.cli import file_blocks
 from kvtier.cli.connect import add_socket_argument, connected, open_namespace
 from kvtier.cli.output import add_json_argument, print_json
+from kvtier.client.client import Client
+from kvtier.client.values import Namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,15 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     receipt = file_blocks.read_receipt(arguments.receipt)
     spec = file_blocks.spec_of(receipt.namespace, receipt.block_bytes)
-    matched_count = memory_count = 0
     with connected(arguments.socket, name="kvtier match") as client:
-        namespace = open_namespace(client, spec)
-        group = file_blocks.group_count(receipt.block_bytes)
-        for first in range(0, len(receipt.hashes), group):
-            part = receipt.hashes[first : first + group]
-            match = client.match(namespace, part)
-            matched_count += match.matched_count
-            memory_count += match.memory_count
+        matched_count, memory_count = resident_counts(client, open_namespace(client, spec), receipt)
     if arguments.json:
         print_json(
             {
@@ -43,3 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{matched_count} of {len(receipt.hashes)} blocks are resident")
     return 0
+
+
+def resident_counts(
+    client: Client, namespace: Namespace, receipt: file_blocks.Receipt
+) -> tuple[int, int]:
+    """Blocks of the file that are resident, and those of them in memory."""
+    matched_count = memory_count = 0
+    group = file_blocks.group_count(receipt.block_bytes)
+    for first in range(0, len(receipt.hashes), group):
+        match = client.match(namespace, receipt.hashes[first : first + group])
+        matched_count += match.matched_count
+        memory_count += match.memory_count
+    return matched_count, memory_count

@@ -1,8 +1,9 @@
 """`kvtier put FILE`: a file into the daemon, block by block; prints the receipt for `get`.
 
 The receipt is the JSON on standard output, with --json or without; --json adds the counts to it.
-Exit codes: 0; 1 when the daemon refused blocks (the pool is full); 2 for a mistake in the
-arguments; 3 when no daemon answers.
+When the whole file was put, it is asked how much of it is resident: of one larger than the pool,
+the last blocks have driven out earlier ones. Exit codes: 0; 1 when not all of it is resident; 2 for
+a mistake in the arguments; 3 when no daemon answers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import IO
 
 from kvtier.cli import file_blocks
 from kvtier.cli.connect import add_socket_argument, connected, open_namespace
+from kvtier.cli.match import resident_counts
 from kvtier.cli.output import add_json_argument, bytes_text, print_json, say
 from kvtier.cli.sizes import size
 from kvtier.client.client import Client
@@ -20,6 +22,7 @@ from kvtier.client.values import Namespace, PutResult
 from kvtier.errors import BadRequest
 
 BLOCK_BYTES = 2 << 20
+EXIT_NOT_RESIDENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,19 +45,31 @@ def run(arguments: argparse.Namespace) -> int:
     spec = file_blocks.spec_of(arguments.namespace, arguments.block_bytes)
     spec.validate()
     with file, connected(arguments.socket, name="kvtier put") as client:
-        putting = _Putting(client, open_namespace(client, spec))
+        namespace = open_namespace(client, spec)
+        putting = _Putting(client, namespace)
         putting.put_all(file, arguments.block_bytes)
-    receipt = file_blocks.Receipt(
-        name=arguments.file.name,
-        namespace=arguments.namespace,
-        block_bytes=arguments.block_bytes,
-        file_bytes=putting.file_bytes,
-        hashes=tuple(putting.hashes),
-    )
+        receipt = file_blocks.Receipt(
+            name=arguments.file.name,
+            namespace=arguments.namespace,
+            block_bytes=arguments.block_bytes,
+            file_bytes=putting.file_bytes,
+            hashes=tuple(putting.hashes),
+        )
+        resident_count, _ = resident_counts(client, namespace, receipt)
+    return _tell(arguments, receipt, putting, resident_count)
+
+
+def _tell(
+    arguments: argparse.Namespace,
+    receipt: file_blocks.Receipt,
+    putting: _Putting,
+    resident_count: int,
+) -> int:
     counts = {
         "ready_count": putting.ready_count,
         "present_count": putting.present_count,
         "refused_count": putting.refused_count,
+        "resident_count": resident_count,
     }
     print_json({**receipt.to_json(), **(counts if arguments.json else {})})
     say(
@@ -63,7 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if putting.refused_count:
         say(f"{putting.refused_count} blocks were refused: the pool has no room for them")
-    return 1 if putting.refused_count else 0
+    if resident_count < len(receipt.hashes):
+        say(
+            f"only {resident_count} of {len(receipt.hashes)} blocks are resident: `kvtier get` "
+            "cannot write the file; give the daemon more memory (dram.bytes)"
+        )
+        return EXIT_NOT_RESIDENT
+    return 0
 
 
 class _Putting:

@@ -103,7 +103,7 @@ def test_a_file_comes_back_as_it_was(daemon: RunningDaemon, tmp_path: Path) -> N
 
     put = kvtier("put", source, "--block-bytes", "64KiB", "--namespace", "t", *at)
     receipt.write_text(put.stdout)
-    assert json_of(put)["ready_count"] == 6
+    assert json_of(put)["ready_count"] == json_of(put)["resident_count"] == 6
     assert (
         json_of(kvtier("put", source, "--block-bytes", BLOCK, "--namespace", "t", *at))[
             "present_count"
@@ -115,6 +115,21 @@ def test_a_file_comes_back_as_it_was(daemon: RunningDaemon, tmp_path: Path) -> N
     assert matched["matched_bytes"] == len(content)
     assert json_of(kvtier("get", receipt, "-o", copy, *at))["complete"] is True
     assert copy.read_bytes() == content
+
+
+def test_a_file_larger_than_the_pool_is_not_called_resident(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    source, receipt = tmp_path / "large.bin", tmp_path / "receipt"
+    source.write_bytes(os.urandom(40 << 20))
+    put = kvtier("put", source, "--block-bytes", "1MiB", "--socket", daemon.socket, "--json")
+    assert put.returncode == EXIT_FAILED, "40 blocks in a pool of 32 MiB"
+    resident_count = json.loads(put.stdout)["resident_count"]
+    assert 0 <= resident_count < 40
+    assert f"only {resident_count} of 40 blocks are resident" in put.stderr
+    receipt.write_text(put.stdout)
+    matched = json_of(kvtier("match", receipt, "--socket", daemon.socket, "--json"))
+    assert matched["matched_count"] == resident_count
 
 
 def test_missing_blocks_leave_no_file(daemon: RunningDaemon, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket as sockets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,27 @@ def add_socket_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _try_socket(path: str) -> None:
+    """Raises Unavailable when nobody listens: the client would retry, as an engine's must."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET | sockets.SOCK_CLOEXEC) as trial:
+        trial.setblocking(False)
+        try:
+            trial.connect(path)
+        except BlockingIOError:
+            return  # Somebody listens, and is busy.
+        except FileNotFoundError:
+            reason = "start `kvtier serve`, or name it with --socket"
+        except ConnectionRefusedError:
+            reason = "its socket was left behind; start `kvtier serve`, or name another --socket"
+        except PermissionError:
+            reason = "you may not open its socket: are you in the group of `kvtier serve`?"
+        except OSError as error:
+            reason = f"{error.strerror or error}; --socket names a session socket of `kvtier serve`"
+        else:
+            return
+    raise Unavailable(f"no daemon at {path}: {reason}")
+
+
 @contextmanager
 def connected(
     socket: Path | str | None,
@@ -42,8 +64,8 @@ def connected(
 ) -> Iterator[Client]:
     """Raises Unavailable when no daemon answers on the socket."""
     path = str(socket or default_socket_path())
-    if not path.startswith(TCP_SCHEME) and not Path(path).exists():
-        raise Unavailable(f"no daemon at {path}: start `kvtier serve`, or name it with --socket")
+    if not path.startswith(TCP_SCHEME):
+        _try_socket(path)
     client = Client(path, role=role, name=name, settings=settings)
     try:
         if not client.wait_connected(CONNECT_SECONDS):

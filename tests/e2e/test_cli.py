@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.cli.connect import CONNECT_SECONDS
 from tests.support.daemon import RunningDaemon, running_daemon
 
 EXIT_FAILED = 1
@@ -65,6 +67,18 @@ def test_an_absent_daemon_is_one_line_that_says_what_to_do(
     assert done.stderr.count("\n") == 1
     assert str(path) in done.stderr
     assert "kvtier serve" in done.stderr
+
+
+def test_a_socket_that_nobody_listens_on_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "left.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(path))
+    started = time.monotonic()
+    done = kvtier("stats", "--socket", path)
+    assert time.monotonic() - started < CONNECT_SECONDS
+    assert done.returncode == EXIT_UNAVAILABLE
+    assert done.stderr.count("\n") == 1
+    assert "left behind" in done.stderr
 
 
 def test_stats_tell_the_pool_and_their_own_session(daemon: RunningDaemon) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvtier.version import VERSION
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
+EXIT_OUTPUT_CLOSED = 141  # As a shell tells of a program that SIGPIPE ended.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,21 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has enough (`| head`). What is left in the buffers goes nowhere,
+        # or Python complains about it at the exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        return EXIT_OUTPUT_CLOSED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if word in COMMANDS), None)
     parser, run = _parser(chosen)
@@ -70,8 +87,9 @@ def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Runner | None]
         prog="kvtier",
         description="Keeps the KV cache of LLM engines alive outside GPU memory.",
         epilog="Exit codes: 0; 1 it failed, or something checked is wrong; 2 a mistake in the "
-        "arguments or the configuration; 3 no daemon answers; 130 interrupted. With --json, "
-        "standard output is JSON alone; messages go to standard error.",
+        "arguments or the configuration; 3 no daemon answers; 130 interrupted; 141 the reader of "
+        "the output has gone. With --json, standard output is JSON alone; messages go to standard "
+        "error.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -27,18 +27,24 @@ class Peer:
         self._name = name
 
     def order(self, what: str, **facts: object) -> None:
-        """Send an order; `answer` waits for what came of it."""
+        """Send an order; `answer` waits for what came of it. Raises as `answer` does."""
         assert self._process.stdin is not None, "stdin is a pipe"
-        self._process.stdin.write(json.dumps({"what": what, **facts}) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps({"what": what, **facts}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._has_ended() from None
 
     def answer(self) -> Order:
         """Raises Unavailable when the peer failed; its own message stands on stderr."""
         assert self._process.stdout is not None, "stdout is a pipe"
         line = self._process.stdout.readline()
         if not line:
-            raise Unavailable(f"the benchmark's {self._name} process has ended, see above")
+            raise self._has_ended()
         return cast(Order, json.loads(line))
+
+    def _has_ended(self) -> Unavailable:
+        return Unavailable(f"the benchmark's {self._name} process has ended, see above")
 
     def ask(self, what: str, **facts: object) -> Order:
         self.order(what, **facts)

@@ -22,6 +22,7 @@ from tests.support.daemon import RunningDaemon, running_daemon
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
+EXIT_OUTPUT_CLOSED = 141
 BLOCK = 64 << 10
 
 
@@ -79,6 +80,25 @@ def test_a_socket_that_nobody_listens_on_is_told_at_once(tmp_path: Path) -> None
     assert done.returncode == EXIT_UNAVAILABLE
     assert done.stderr.count("\n") == 1
     assert "left behind" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("check",), ("stats",), ("stats", "--json", "--watch", "0.1")])
+def test_a_reader_that_goes_away_is_no_failure(
+    daemon: RunningDaemon, words: tuple[str, ...]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli.main", *words],
+            env={**os.environ, "KVTIER_SOCKET": str(daemon.socket)},
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.stderr == ""
+    assert done.returncode == EXIT_OUTPUT_CLOSED
 
 
 def test_stats_tell_the_pool_and_their_own_session(daemon: RunningDaemon) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvtier.errors import ConfigError, KVTierError, Unavailable
+from kvtier.errors import BadRequest, ConfigError, KVTierError, Unavailable
 from kvtier.version import VERSION
 
 EXIT_FAILED = 1
@@ -70,6 +70,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return run(arguments)
     except ConfigError as error:
         return _fail(error, EXIT_USAGE)
+    except BadRequest as error:
+        # Its subclasses are about the protocol: no words of the user's would mend those.
+        return _fail(error, EXIT_USAGE if type(error) is BadRequest else EXIT_FAILED)
     except Unavailable as error:
         return _fail(error, EXIT_UNAVAILABLE)
     except KVTierError as error:

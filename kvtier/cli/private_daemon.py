@@ -16,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from kvtier.cli.interrupts import deferred_interrupts
-from kvtier.errors import Unavailable
+from kvtier.errors import ConfigError, Unavailable
 
 TERMINATE_SECONDS = 10.0
+_EXIT_USAGE = 2  # Of `kvtier serve`.
 _LOG_LINES = 5  # Shown when the daemon did not start.
 
 
@@ -89,7 +90,9 @@ def _wait_ready(process: subprocess.Popen[str], directory: Path) -> None:
     line = process.stdout.readline()
     if not line.startswith("READY"):
         log = (directory / "daemon.log").read_text().splitlines()[-_LOG_LINES:]
-        raise Unavailable("the private daemon did not start: " + " | ".join(log))
+        text = "the private daemon did not start: " + " | ".join(log)
+        # It blames its options, and those follow from our arguments.
+        raise ConfigError(text) if process.wait() == _EXIT_USAGE else Unavailable(text)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def test_a_file_that_is_no_receipt_is_refused_by_name(
     wrong.write_text("{}")
     for words in (("get", wrong, "-o", tmp_path / "copy"), ("match", wrong)):
         done = kvtier(*words, "--socket", daemon.socket)
-        assert done.returncode == EXIT_FAILED
+        assert done.returncode == EXIT_USAGE
         assert "no receipt" in done.stderr
     assert not (tmp_path / "copy").exists()
 
@@ -234,6 +234,13 @@ def test_bench_match_answers_right_and_leaves_nothing(temp: Path) -> None:
     assert 0 < found["p50_ms"] <= found["p99_ms"]
     assert found["targets"]["p50_ms"]["at_most"] == 0.8
     assert found["environment"]["python"]
+
+
+@pytest.mark.parametrize("name", ["churn", "transfer"])
+def test_a_benchmark_with_a_pool_too_small_blames_its_arguments(name: str, temp: Path) -> None:
+    done = kvtier("bench", name, "--pool-bytes", "1MiB", env={"TMPDIR": str(temp)})
+    assert done.returncode == EXIT_USAGE, done.stderr
+    assert "ConfigError" in done.stderr
 
 
 def test_bench_transfer_moves_the_right_bytes_and_leaves_nothing(temp: Path) -> None:

@@ -48,3 +48,20 @@ def test_a_command_without_its_arguments_is_a_mistake_in_the_arguments() -> None
         with pytest.raises(SystemExit) as ended:
             main.main(words)
         assert ended.value.code == main.EXIT_USAGE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "match", "--tokens", "10"],
+        ["bench", "match", "--resident", "10"],
+        ["put", "/nowhere/file"],
+        ["get", "/nowhere/receipt"],
+        ["match", "/proc/self/exe"],
+    ],
+)
+def test_arguments_that_do_not_fit_are_a_mistake_in_the_arguments(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(words) == main.EXIT_USAGE
+    assert capsys.readouterr().err.count("\n") == 1

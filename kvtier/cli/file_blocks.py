@@ -29,6 +29,7 @@ from kvtier.namespace import SHARD_BYTES_MAX, NamespaceSpec
 HASH_BYTES = 32
 FORM = "kvtier-file-1"
 GROUP_BYTES = 64 << 20
+_HEAD_BYTES = 64
 _FIRST_PARENT = bytes(HASH_BYTES)
 
 
@@ -88,16 +89,21 @@ def check_blocks(parent: bytes | None, hashes: Sequence[bytes], blocks: Sequence
 
 def read_receipt(path: Path) -> Receipt:
     """Raises BadRequest that says what is wrong with it."""
+    wrong = f"{path} is no receipt of `kvtier put`: give the JSON that it printed"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read {path}: {error}") from None
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if not head.lstrip().startswith(b"{"):  # Perhaps the file itself, however large.
+                raise BadRequest(wrong)
+            text = (head + file.read()).decode()
+    except OSError as error:
+        raise BadRequest(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadRequest(wrong) from None
     try:
         return parse_receipt(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
-        raise BadRequest(
-            f"{path} is no receipt: give the JSON that `kvtier put` printed ({error})"
-        ) from None
+        raise BadRequest(f"{wrong} ({error})") from None
 
 
 def parse_receipt(facts: object) -> Receipt:

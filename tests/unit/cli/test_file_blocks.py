@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +13,10 @@ from kvtier.cli.file_blocks import (
     check_blocks,
     group_count,
     parse_receipt,
+    read_receipt,
     spec_of,
 )
-from kvtier.errors import CorruptReplica
+from kvtier.errors import BadRequest, CorruptReplica
 
 BLOCK = 8
 
@@ -95,3 +97,20 @@ def test_other_block_sizes_and_names_are_other_namespaces() -> None:
 def test_a_group_has_at_least_one_block() -> None:
     assert group_count(2 << 20) == 32
     assert group_count(1 << 30) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x7fELF" + bytes(100), b"plain text", b'{"a": "\xff"}', b"{}", b"{"]
+)
+def test_a_file_that_is_no_receipt_is_named_as_such(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(content)
+    with pytest.raises(BadRequest, match=f"^{path} is no receipt of `kvtier put`"):
+        read_receipt(path)
+
+
+def test_a_receipt_is_read_as_it_was_printed(tmp_path: Path) -> None:
+    receipt = receipt_of(b"0123456789")
+    path = tmp_path / "receipt"
+    path.write_text("\n" + json.dumps(receipt.to_json(), indent=2))
+    assert read_receipt(path) == receipt

@@ -25,7 +25,7 @@ help: ## Print this.
 setup: ## Make .venv with kvtier, the reference engine and the tools; cheap the second time.
 	@bash scripts/setup.sh
 
-check: setup ## Lint, types, tidy and unit tests: half a minute.
+check: setup ## Lint, types, tidy and unit tests: up to a minute, a minute more the first time.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

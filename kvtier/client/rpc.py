@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
-from kvtier.client.lane import Lane, LaneRefused
+from kvtier.client.lane import Lane, LaneFailure, LaneRefused
 from kvtier.lane import LANE_CALLS
 
 Request_contra = TypeVar("Request_contra", contravariant=True)
@@ -48,11 +49,16 @@ class Rpc:
 
         def perform(request: Q, *, timeout: float) -> A:
             try:
-                return decode(lane.call(number, encode(request), timeout_seconds=timeout))
+                answer = lane.call(number, encode(request), timeout_seconds=timeout)
             except LaneRefused as refused:
                 if refused.left_seconds <= 0:
                     raise
                 return self.over_grpc(call)(request, timeout=refused.left_seconds)
+            try:
+                return decode(answer)
+            except DecodeError:
+                # As gRPC does: the call was run, what it did is unknown.
+                raise LaneFailure(grpc.StatusCode.INTERNAL, "the answer is no message") from None
 
         return perform
 

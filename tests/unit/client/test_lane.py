@@ -10,9 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvtier.client import calls
 from kvtier.client.lane import Lane, LaneFailure, LaneRefused
+from kvtier.client.rpc import Rpc
 from kvtier.clock import SystemClock
 from kvtier.lane import HEAD, REFUSED, pack
+from kvtier.v1 import kvtier_pb2 as pb
 
 Serve = Callable[[socket.socket], None]
 
@@ -193,3 +196,19 @@ def test_close_ends_a_call_under_way(start: Callable[[Serve], Lane]) -> None:
     assert raised == [grpc.StatusCode.UNAVAILABLE]
     with pytest.raises(LaneFailure):
         lane.call(0, b"", timeout_seconds=1)
+
+
+def test_an_answer_that_is_no_message_is_a_failure_like_grpcs(
+    start: Callable[[Serve], Lane],
+) -> None:
+    def serve(connection: socket.socket) -> None:
+        read_frame(connection)
+        connection.sendall(pack(0, b"\xff\xff\xff"))
+
+    rpc = Rpc("unix:/nowhere", start(serve))
+    try:
+        with pytest.raises(LaneFailure) as failure:
+            rpc.unary(calls.MATCH)(pb.MatchRequest(), timeout=5)
+    finally:
+        rpc.close()
+    assert failure.value.code() is grpc.StatusCode.INTERNAL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.clock import ManualClock
+
+# A shell starts background jobs with SIGINT ignored, and that is inherited: the processes of tests
+# that press ctrl-C would never notice. A handler here is the default in whoever is started.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

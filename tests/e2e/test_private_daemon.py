@@ -14,8 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 STARTER = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A test run in the background has it off.
+import sys, time
 from kvtier.cli.private_daemon import private_daemon
 with private_daemon({"dram.bytes": "8MiB", "dram.slab_bytes": "2MiB"}) as daemon:
     print(daemon.pid, daemon.socket.parent, flush=True)

@@ -46,11 +46,11 @@ sim: setup ## Simulation on a fresh seed, or on SEED=n to replay one.
 	KVTIER_SIM_SEED=$$seed PYTHONHASHSEED=0 $(BIN)/python -m pytest -q tests/sim
 
 bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md.
-	$(BIN)/kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json > benchmarks/results/match.json
-	$(BIN)/kvtier bench transfer --json > benchmarks/results/transfer.json
-	$(BIN)/kvtier bench daemon --json > benchmarks/results/daemon.json
-	$(BIN)/kvtier bench churn --json > benchmarks/results/churn.json
-	$(BIN)/python -m benchmarks.engine_prefill > benchmarks/results/engine_prefill.json
+	$(BIN)/kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/match.json
+	$(BIN)/kvtier bench transfer --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/transfer.json
+	$(BIN)/kvtier bench daemon --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/daemon.json
+	$(BIN)/kvtier bench churn --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/churn.json
+	$(BIN)/python -m benchmarks.engine_prefill > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/engine_prefill.json
 	$(BIN)/python -m benchmarks.document
 
 test-vllm: ## Tests with real vLLM (not built yet).

@@ -231,9 +231,9 @@ class BlockManager:
     def _on_acquire(self, event: ev.Acquire, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         if event.lease is None:
-            refusal, lease = self._begin_lease(event, residency, now)
+            lease = self._begin_lease(event, residency, now)
             if lease is None:
-                return [refusal]
+                return [self._no_lease(residency, event, Cut.DRAINING)]
         else:
             lease = self._leases.get(event.lease)
             if lease is None or lease.void_count != residency.void_count:
@@ -257,9 +257,8 @@ class BlockManager:
             return [ins.Continue(replace(event, lease=lease.lease, done_count=done_count))]
         return [self._grant(lease, residency, event, sliced.cut)]
 
-    def _begin_lease(
-        self, event: ev.Acquire, residency: Residency, now: float
-    ) -> tuple[ins.LeaseGranted, Lease | None]:
+    def _begin_lease(self, event: ev.Acquire, residency: Residency, now: float) -> Lease | None:
+        """A lease on nothing yet; None while draining."""
         engine = None
         if event.session != DAEMON_SESSION:
             session = self._engines.require_slots(event.session, event.namespace)
@@ -275,15 +274,14 @@ class BlockManager:
                 )
         self._shares.note_use(event.namespace, now)
         if self._draining:
-            return self._no_lease(residency, event, Cut.DRAINING), None
-        lease = self._leases.grant(
+            return None
+        return self._leases.grant(
             session=event.session,
             engine=engine,
             namespace=event.namespace,
             void_count=residency.void_count,
             deadline=event.deadline,
         )
-        return self._no_lease(residency, event, Cut.MISS), lease
 
     def _grant(
         self, lease: Lease, residency: Residency, event: ev.Acquire, cut: Cut

@@ -39,10 +39,10 @@ from kvtier.errors import BadRequest, KVTierError
 from kvtier.io.checksum import Checksums, block_checksums
 from kvtier.io.driver import Batch, Outcome
 from kvtier.io.file import DEPTH, FileDriver
+from kvtier.layout import SEGMENT_BYTES, SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import format_paths
-from kvtier.pools.segments import SEGMENT_BYTES, SlotLayout
 from kvtier.pools.slabs import PageKind, best_page_kind, populate_slab
 from kvtier.pools.slot_table import Slots
 from kvtier.types import BlockHash, SlabId

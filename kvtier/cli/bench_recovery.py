@@ -28,10 +28,10 @@ from kvtier.cli.output import say
 from kvtier.cli.sizes import positive
 from kvtier.errors import KVTierError
 from kvtier.io.file import FileDriver
+from kvtier.layout import SEGMENT_BYTES, SlotLayout
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import format_paths
 from kvtier.pools.nvme_recovery import RecoveredBlocks
-from kvtier.pools.segments import SEGMENT_BYTES, SlotLayout
 from kvtier.pools.superblock import ROW_COUNT_MAX
 from kvtier.types import BlockHash
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from kvtier.cli.output import add_json_argument, bytes_text, print_json
 from kvtier.cli.sizes import size
 from kvtier.errors import BadRequest
+from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.nvme_paths import PATHS_MAX, format_paths
-from kvtier.pools.segments import SEGMENT_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

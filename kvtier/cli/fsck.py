@@ -21,11 +21,11 @@ import numpy as np
 from kvtier.cli.output import add_json_argument, bytes_text, print_json
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.driver import Outcome
+from kvtier.layout import SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import open_paths
 from kvtier.pools.nvme_recovery import RecoveredBlocks
-from kvtier.pools.segments import SlotLayout
 from kvtier.pools.slot_table import Slots
 
 EXIT_CORRUPT = 1

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.layout import SegmentHeader
 from kvtier.types import (
     BlockHash,
     EngineId,
@@ -38,6 +40,8 @@ class NamespaceOpened:
     hash_bytes: int
     slot_bytes: int  # Distance of two slots in one shard's arena.
     shard_count: int
+    shard_bytes: int = 0  # Payload of one shard; needed where there is an NVMe tier.
+    fingerprint: bytes = b""  # Likewise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +128,17 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """Lease the longest resident prefix of `hashes` until `deadline` (seconds, monotonic)."""
+    """Lease the longest resident prefix of `hashes` until `deadline` (seconds, monotonic).
+
+    Blocks that are not in memory are promoted until `wait_until`; 0 takes what is in memory now.
+    """
 
     session: SessionId
     namespace: NamespaceId
     hashes: Sequence[BlockHash]
     deadline: float
     skip_count: int = 0
+    wait_until: float = 0.0
     lease: LeaseId | None = None  # Set by the manager when the event is continued.
     done_count: int = 0  # Likewise.
 
@@ -192,7 +200,95 @@ class HintSessionEnd:
     done_count: int = 0  # Set by the manager when the event is continued.
 
 
+@dataclass(frozen=True, slots=True)
+class HintPaused:
+    """The prefix will be continued, but not at once: let it go down while it may."""
+
+    namespace: NamespaceId
+    hashes: Sequence[BlockHash]
+    done_count: int = 0  # Set by the manager when the event is continued.
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Promote this prefix before anybody asks for it, after everything that somebody waits for."""
+
+    namespace: NamespaceId
+    hashes: Sequence[BlockHash]
+
+
 # ------------------------------------------------------------------------------- from the shell
+
+
+class TransferOutcome(IntEnum):
+    """How the move of one block between two tiers ended."""
+
+    DONE = 0
+    CORRUPT = 1  # The bytes read do not match their checksum.
+    FAILED = 2  # The medium reported an error for this block.
+    REFUSED = 3  # Never begun: nothing is known, nothing has changed.
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeOpened:
+    """The NVMe pool is read: it may be used from now on. Once in the daemon's life.
+
+    `lives` are the segments that hold blocks, each with its rows that do, ascending.
+    """
+
+    segment_bytes: int
+    segment_count: int
+    row_count_max: int
+    lane_count: int
+    sequence_first: int
+    lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRecovered:
+    """What the NVMe pool held of this namespace when it was opened; parents before children.
+
+    `parents[i]` is the position of block i's parent in these lists, -1 for the first of a chain.
+    `sequences[i]` is the number of its segment's life: a block is gone if that has a new one since.
+    """
+
+    namespace: NamespaceId
+    epoch: int
+    packed: bytes  # The hashes, one after the other.
+    parents: npt.NDArray[np.int32]
+    nvme_slots: Slots
+    sequences: npt.NDArray[np.uint64]
+    done_count: int = 0  # Set by the manager when the event is continued.
+    rows: npt.NDArray[np.int32] | None = None  # Likewise: index rows of the blocks done.
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeChanged:
+    """The NVMe pool is worse off: no more writes, or no use of it at all."""
+
+    readable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Demoted:
+    """Answer to Demote, once no call is under way: one outcome and one checksum a block."""
+
+    namespace: NamespaceId
+    slots: Slots
+    nvme_slots: Slots
+    outcomes: npt.NDArray[np.uint8]  # TransferOutcome.
+    checksums: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """Answer to Promote, once no call is under way: one outcome and one checksum a block."""
+
+    namespace: NamespaceId
+    nvme_slots: Slots
+    slots: Slots
+    outcomes: npt.NDArray[np.uint8]  # TransferOutcome.
+    checksums: npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +354,13 @@ Event = (
     | Abort
     | Evict
     | HintSessionEnd
+    | HintPaused
+    | Prefetch
+    | NvmeOpened
+    | BlocksRecovered
+    | NvmeChanged
+    | Demoted
+    | Promoted
     | ChecksumsComputed
     | SlotsCorrupt
     | WithdrawSlabSet

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.events import Event, Slots
+from kvtier.layout import SegmentHeader
 from kvtier.types import (
     BlockHash,
     Cut,
@@ -31,7 +32,10 @@ from kvtier.types import (
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """Answers Acquire. `lease` is None when nothing could be leased."""
+    """Answers Acquire, at once or after LeasePending. `lease` is None when nothing was leased.
+
+    `tiers`: where the leased blocks were found when they were asked for.
+    """
 
     lease: LeaseId | None
     leased_count: int  # Blocks from the first on, skip_count included.
@@ -40,6 +44,16 @@ class LeaseGranted:
     cut: Cut
     epoch: int
     tiers: tuple[tuple[TierName, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePending:
+    """Answers Acquire: blocks are being promoted; LeaseReady follows for this lease, whatever
+    happens, but for a Release or the end of its engine before that."""
+
+    lease: LeaseId
+    matched_count: int  # Blocks that the lease will be on if all goes well.
+    memory_count: int  # The leading run of these that is in memory already.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +105,34 @@ class HintUsed:
     used: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PrefetchBegun:
+    """Answers Prefetch."""
+
+    memory_count: int  # The leading run that is in memory already.
+    promoting_count: int  # Being promoted because of this call.
+
+
 Reply = (
-    LeaseGranted | LeasesEnded | SlotsReserved | Committed | Aborted | Evicted | Cleared | HintUsed
+    LeaseGranted
+    | LeasePending
+    | LeasesEnded
+    | SlotsReserved
+    | Committed
+    | Aborted
+    | Evicted
+    | Cleared
+    | HintUsed
+    | PrefetchBegun
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReady:
+    """Promotion for a pending lease has ended, or its wait: tell who acquired it."""
+
+    lease: LeaseId
+    granted: LeaseGranted
 
 
 # ------------------------------------------------------------------------------------ slot table
@@ -137,7 +176,54 @@ class WriteGone:
     slots: Slots
 
 
+@dataclass(frozen=True, slots=True)
+class BindSegments:
+    """NVMe slot table: these segments have a new life; what stood in their rows is gone."""
+
+    headers: tuple[SegmentHeader, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteNvmeReady:
+    """NVMe slot table: these slots hold these blocks; sequence numbers ascend from `sequence`."""
+
+    namespace: NamespaceId
+    nvme_slots: Slots
+    hashes: Sequence[BlockHash]
+    parents: Sequence[BlockHash | None]
+    checksums: npt.NDArray[np.uint64]
+    epoch: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteNvmeGone:
+    """NVMe slot table: these slots hold nothing."""
+
+    nvme_slots: Slots
+
+
 # ------------------------------------------------------------------------------ work for the shell
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Write these blocks (pinned till then) to their NVMe slots, if they still match the checksum
+    in the slot table; answer with Demoted once no call is under way."""
+
+    namespace: NamespaceId
+    slots: Slots
+    nvme_slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Read these NVMe slots (pinned till then) into reserved slots and compare the checksums;
+    answer with Promoted once no call is under way."""
+
+    namespace: NamespaceId
+    nvme_slots: Slots
+    slots: Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +331,12 @@ Instruction = (
     | WriteReady
     | WriteChecksums
     | WriteGone
+    | BindSegments
+    | WriteNvmeReady
+    | WriteNvmeGone
+    | LeaseReady
+    | Demote
+    | Promote
     | ComputeChecksums
     | BindSlabs
     | OfferSlab

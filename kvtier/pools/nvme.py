@@ -25,16 +25,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.core.segments import Reserved, SegmentBook
 from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.checksum import Checksums, block_checksum
 from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.layout import PAD_BYTES, SegmentHeader, SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools import nvme_recovery
 from kvtier.pools.nvme_paths import sorted_paths, write_superblock
 from kvtier.pools.nvme_recovery import RecoveredBlocks
 from kvtier.pools.nvme_table import TableImage
-from kvtier.pools.segments import PAD_BYTES, Reserved, SegmentBook, SegmentHeader, SlotLayout
 from kvtier.pools.slot_table import BlockFacts, Slots
 from kvtier.pools.superblock import LIFE_MAX
 from kvtier.types import BlockHash

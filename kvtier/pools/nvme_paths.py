@@ -14,8 +14,8 @@ from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.driver import Access, Batch, Driver, Outcome
 from kvtier.io.file import DEPTH, FileDriver
+from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.nvme_recovery import TableUnreadable, read_area
-from kvtier.pools.segments import SEGMENT_BYTES
 from kvtier.pools.superblock import (
     COPY_OFFSETS,
     ROW_COUNT_MAX,

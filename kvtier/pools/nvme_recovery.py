@@ -17,16 +17,11 @@ import numpy.typing as npt
 from kvtier.errors import KVTierError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.layout import SegmentHeader
 from kvtier.memory import Bytes
 from kvtier.pools.nvme_table import PAGE_ROWS
 from kvtier.pools.recovery import newest_entries, sound_entries
-from kvtier.pools.segments import (
-    HEADER,
-    Headers,
-    SegmentHeader,
-    parse_header,
-    sound_headers,
-)
+from kvtier.pools.segment_headers import HEADER, Headers, parse_header, sound_headers
 from kvtier.pools.slot_table import ENTRY, ENTRY_BYTES, Entries, Slots, SlotState
 from kvtier.pools.superblock import HEADERS_FIRST, Geometry
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.layout import PAD_BYTES, SegmentHeader
 from kvtier.memory import Bytes
-from kvtier.pools.segments import PAD_BYTES, SegmentHeader, pack_headers
+from kvtier.pools.segment_headers import pack_headers
 from kvtier.pools.slot_table import ENTRY_BYTES, Slots, SlotTable
 from kvtier.pools.superblock import HEADERS_FIRST, Geometry
 

@@ -27,7 +27,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
-from kvtier.pools.segments import PAD_BYTES, SEGMENT_BYTES
+from kvtier.layout import PAD_BYTES, SEGMENT_BYTES
 from kvtier.pools.slot_table import ENTRY_BYTES
 
 MAGIC = b"kvtierNV"

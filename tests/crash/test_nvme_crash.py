@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from kvtier.io.driver import Outcome
+from kvtier.layout import SlotLayout
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import format_paths, open_paths
-from kvtier.pools.segments import SlotLayout
 from tests.support.crashing_file import CrashingDriver
 from tests.support.forms import rounds, state_finding
 from tests.support.nvme_pools import (

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvtier.io.checksum import block_checksums
 from kvtier.io.driver import Driver, Outcome
+from kvtier.layout import SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import format_drivers
-from kvtier.pools.segments import SlotLayout
 from kvtier.pools.slot_table import Slots
 from kvtier.types import BlockHash
 from tests.support.crashing_file import CrashingDriver, CrashingFile

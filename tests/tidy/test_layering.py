@@ -35,7 +35,7 @@ class Layer:
     banned: tuple[str, ...]
 
 
-VALUES = ("types", "errors", "namespace", "version")
+VALUES = ("types", "errors", "namespace", "version", "layout")
 # What both sides need to agree on: mappings, the payload checksum, the frames of the call lane.
 SHARED = (*VALUES, "checksum", "memory", "lane")
 CONNECTOR = (*SHARED, "client", "cuda", "policy", "clock")
@@ -46,6 +46,7 @@ LAYERS: dict[str, Layer] = {
     "errors": Layer((), (*EFFECTS, *ENGINES)),
     "version": Layer((), (*EFFECTS, *ENGINES)),
     "namespace": Layer(("types", "errors"), (*EFFECTS, *ENGINES)),
+    "layout": Layer((), (*EFFECTS, *ENGINES)),
     "checksum": Layer((*VALUES, "memory"), (*EFFECTS, *ENGINES)),
     "memory": Layer(VALUES, ENGINES),
     "lane": Layer((), (*EFFECTS, *ENGINES)),

@@ -5,10 +5,10 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.io.driver import Outcome
+from kvtier.layout import SlotLayout
 from kvtier.pools import nvme_recovery
 from kvtier.pools.nvme import NvmePool, PoolCondition, PoolState
 from kvtier.pools.nvme_paths import format_drivers
-from kvtier.pools.segments import SlotLayout
 from tests.support.crashing_file import CrashingDriver, CrashingFile, Fault, FaultyDriver
 from tests.support.nvme_pools import (
     EPOCH,

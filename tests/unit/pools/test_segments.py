@@ -5,15 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.pools.segments import (
-    HEADER,
-    SegmentBook,
-    SegmentHeader,
-    SlotLayout,
-    pack_headers,
-    parse_header,
-    sound_headers,
-)
+from kvtier.core.segments import SegmentBook
+from kvtier.layout import SegmentHeader, SlotLayout
+from kvtier.pools.segment_headers import HEADER, pack_headers, parse_header, sound_headers
 from kvtier.pools.slot_table import Slots
 
 SEGMENT_BYTES = 64 << 10

@@ -1,0 +1,95 @@
+"""Headers of segments as they lie in the NVMe file: whose a segment is, since when.
+
+Its header, 128 bytes, little-endian:
+
+    offset  size  field
+         0     4  magic, b"KVTS"
+         4     2  format version
+         6     2  zero
+         8     8  generation of the pool
+        16    16  namespace fingerprint
+        32     8  sequence number: entries with a lower one are of a former life and void
+        40     8  payload bytes of one shard
+        48     4  shard count
+        52     4  slot count
+        56     8  id of the key that payloads are encrypted with, 0 for none
+        64    60  zero
+       124     4  CRC-32 of bytes 0..123
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.layout import SegmentHeader, SlotLayout
+from kvtier.pools.slot_table import ENTRY_BYTES, entry_crcs
+
+HEADER_MAGIC = int.from_bytes(b"KVTS", "little")
+HEADER_VERSION = 1
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("zero", "<u2"),
+        ("generation", "<u8"),
+        ("fingerprint", "u1", (16,)),
+        ("sequence", "<u8"),
+        ("shard_bytes", "<u8"),
+        ("shard_count", "<u4"),
+        ("slot_count", "<u4"),
+        ("key_id", "<u8"),
+        ("zeros", "u1", (60,)),
+        ("crc", "<u4"),
+    ]
+)
+assert HEADER.itemsize == ENTRY_BYTES, "headers are checked by the same function as entries"
+
+Headers = npt.NDArray[np.void]
+
+
+def pack_headers(headers: Sequence[SegmentHeader], generation: int) -> Headers:
+    """The headers as they are written."""
+    packed: Headers = np.zeros(len(headers), HEADER)
+    packed["magic"] = HEADER_MAGIC
+    packed["version"] = HEADER_VERSION
+    packed["generation"] = generation
+    for row, header in zip(packed, headers, strict=True):
+        row["fingerprint"] = np.frombuffer(header.fingerprint, np.uint8)
+        row["sequence"] = header.sequence
+        row["shard_bytes"] = header.layout.shard_bytes
+        row["shard_count"] = header.layout.shard_count
+        row["slot_count"] = header.slot_count
+        row["key_id"] = header.key_id
+    packed["crc"] = entry_crcs(packed)
+    return packed
+
+
+def sound_headers(headers: Headers, generation: int) -> npt.NDArray[np.bool_]:
+    """Which of them say of themselves that they are whole and of this pool."""
+    sound: npt.NDArray[np.bool_] = (
+        (headers["magic"] == HEADER_MAGIC)
+        & (headers["version"] == HEADER_VERSION)
+        & (headers["generation"] == generation)
+        & (headers["shard_bytes"] > 0)
+        & (headers["shard_count"] > 0)
+    )
+    rows = np.flatnonzero(sound)
+    checked = headers[rows]
+    sound[rows] = entry_crcs(checked) == checked["crc"]
+    return sound
+
+
+def parse_header(header: np.void, segment: int) -> SegmentHeader:
+    """One that is sound."""
+    return SegmentHeader(
+        segment=segment,
+        fingerprint=header["fingerprint"].tobytes(),  # gil-ok: 16 bytes
+        layout=SlotLayout(int(header["shard_bytes"]), int(header["shard_count"])),
+        slot_count=int(header["slot_count"]),
+        sequence=int(header["sequence"]),
+        key_id=int(header["key_id"]),
+    )

@@ -35,6 +35,24 @@ class SessionCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class NvmeCounts:
+    """The NVMe tier; `_count`s of what has happened are since start."""
+
+    segment_count: int
+    free_segment_count: int
+    slot_count: int  # Slots that hold a block.
+    block_count: int  # Blocks with a replica here, whatever else they have.
+    demoting_count: int  # Blocks under way.
+    promoting_count: int
+    waiting_demote_count: int  # Blocks that may go down and have not begun to.
+    budget_bytes_left: int  # Of what may be written now.
+    written_bytes: int
+    reinserted_count: int  # Blocks written again because their segment was reused.
+    reused_segment_count: int
+    dropped_count: int  # Blocks that reuse has ended.
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerStats:
     namespaces: tuple[NamespaceCounts, ...]
     sessions: tuple[SessionCounts, ...]
@@ -45,3 +63,4 @@ class ManagerStats:
     slab_count_max: int
     evicted_count: int  # Since start.
     draining: bool
+    nvme: NvmeCounts | None = None  # None while there is no NVMe tier, or it is not read yet.

@@ -33,6 +33,7 @@ import numpy as np
 from kvtier.cli import bench_run, measure
 from kvtier.cli.fio import Fio, FioJob
 from kvtier.cli.output import bytes_text, say
+from kvtier.cli.pool_book import book_of, reserve
 from kvtier.cli.sizes import positive, size
 from kvtier.clock import SystemClock
 from kvtier.errors import BadRequest, KVTierError
@@ -224,7 +225,8 @@ class _NvmeBench:
     def __init__(self, pool: NvmePool) -> None:
         self.pool = pool
         pool.recover({})
-        self.count = pool.book.segment_count * pool.book.slot_count(_LAYOUT)
+        self._book = book_of(pool)
+        self.count = self._book.segment_count * self._book.slot_count(_LAYOUT)
         self.huge, self.base = _Ring(best_page_kind()), _Ring(PageKind.BASE)
         self._slots: Slots = np.empty(0, np.uint32)
         self._chance = random.Random(3)
@@ -239,7 +241,7 @@ class _NvmeBench:
             place = number % RING_BATCHES * BATCH_COUNT
             if len(under_way) == RING_BATCHES:
                 slots.append(self._commit(*under_way.pop(0)))
-            reserved = self.pool.reserve(_FINGERPRINT, _LAYOUT, BATCH_COUNT)
+            reserved = reserve(self.pool, self._book, _FINGERPRINT, _LAYOUT, BATCH_COUNT)
             blocks = ring.blocks[place : place + BATCH_COUNT]
             checksums = ring.checksums[place : place + BATCH_COUNT]
             batch = self.pool.write_blocks(reserved.slots, blocks, checksums)
@@ -277,7 +279,10 @@ class _NvmeBench:
     def _commit(self, batch: Batch, slots: Slots, checksums: Checksums) -> Slots:
         _assert_done(batch)
         hashes = [BlockHash(b"%032d" % slot) for slot in slots.tolist()]
-        self.pool.write_ready(slots, hashes, [None] * len(slots), checksums, epoch=1)
+        parents = [None] * len(slots)
+        sequence = self._book.take_sequences(len(slots))
+        self.pool.write_ready(slots, hashes, parents, checksums, epoch=1, sequence=sequence)
+        self._book.commit(slots)
         return slots
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvtier.cli import bench_run, measure
 from kvtier.cli.output import say
+from kvtier.cli.pool_book import book_of, reserve
 from kvtier.cli.sizes import positive
 from kvtier.errors import KVTierError
 from kvtier.io.file import FileDriver
@@ -102,15 +103,19 @@ def _fill(path: Path, slot_count: int) -> None:
     layout = SlotLayout(BLOCK_BYTES, 1)
     pool = NvmePool([FileDriver(path)])
     pool.recover({})
+    book = book_of(pool)
     for first in range(0, slot_count, _STEP):
         count = min(_STEP, slot_count - first)
-        slots = pool.reserve(_FINGERPRINT, layout, count).slots
+        slots = reserve(pool, book, _FINGERPRINT, layout, count).slots
         raw = os.urandom(HASH_BYTES * count)
         hashes = [
             BlockHash(raw[place : place + HASH_BYTES]) for place in range(0, len(raw), HASH_BYTES)
         ]
         checksums = np.arange(first + 1, first + count + 1, dtype=np.uint64)
-        pool.write_ready(slots, hashes, [None, *hashes[:-1]], checksums, epoch=_EPOCH)
+        parents = [None, *hashes[:-1]]
+        sequence = book.take_sequences(count)
+        pool.write_ready(slots, hashes, parents, checksums, epoch=_EPOCH, sequence=sequence)
+        book.commit(slots)
     while (batch := pool.write_table()) is not None:
         batch.wait()
         batch.wait_returned()

@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     figures = {
         "paths": [str(path) for path in arguments.paths],
         "was_clean": pool.was_clean,
-        "segments_used": len(found.headers),
-        "segments": pool.book.segment_count,
+        "segments_used": len(found.lives),
+        "segments": pool.geometry.segment_count * pool.geometry.path_count,
         "blocks": len(found.slots),
         "payload_bytes": payload_bytes,
         "right_blocks": outcomes[Outcome.DONE],
@@ -83,7 +83,7 @@ def _verify(
         payload_bytes += layout.payload_bytes * len(slots)
         for slot, outcome in zip(slots.tolist(), results, strict=True):
             if outcome is not Outcome.DONE:
-                header = pool.book.header_of(slot)
+                header = pool.header_of(slot)
                 bad.append(
                     {
                         "segment": header.segment,
@@ -104,7 +104,7 @@ def _batches(pool: NvmePool, slots: Slots) -> Iterator[tuple[SlotLayout, Slots]]
     for own in np.split(slots, borders):
         if len(own) == 0:
             continue
-        layout = pool.book.header_of(int(own[0])).layout
+        layout = pool.header_of(int(own[0])).layout
         step = max(1, _STEP_BYTES // layout.slot_bytes)
         for first in range(0, len(own), step):
             yield layout, own[first : first + step]

@@ -46,6 +46,9 @@ class _State(IntEnum):
     GONE = 3
 
 
+_VOIDED = bytes(_State.GONE if value == _State.READY else value for value in range(256))
+
+
 @dataclass(slots=True)
 class _Segment:
     header: SegmentHeader
@@ -116,12 +119,18 @@ class SegmentBook:
         return self._segment(slot).header
 
     def reserve(
-        self, fingerprint: bytes, layout: SlotLayout, count: int, *, key_id: int = 0
+        self,
+        fingerprint: bytes,
+        layout: SlotLayout,
+        count: int,
+        *,
+        reuse: bool = True,
+        free_kept_count: int = 0,
     ) -> Reserved:
-        """Up to `count` slots, in the order to be filled; fewer when pins leave no segment.
+        """Up to `count` slots, in the order to be filled; fewer when there is no segment for them.
 
-        Segments are bound for them as needed: free ones first, then the oldest without pins, whose
-        blocks are gone with that.
+        Segments are bound for them as needed: free ones first, but for `free_kept_count` of them;
+        then, with `reuse`, the oldest without pins, whose blocks are gone with that.
         """
         assert self.slot_count(layout) > 0, "a slot larger than a segment"
         slots: list[int] = []
@@ -133,7 +142,8 @@ class SegmentBook:
             lane, turn = turn, (turn + 1) % self._lanes
             segment = self._filling.get((fingerprint, lane))
             if segment is None or segment.is_full or segment.header.layout != layout:
-                segment = self._bind(fingerprint, layout, lane, key_id, evicted)
+                self._make_free(lane, reuse, free_kept_count, evicted)
+                segment = self._bind(fingerprint, layout, lane, free_kept_count)
                 if segment is None:
                     lanes_without += 1
                     continue
@@ -190,27 +200,72 @@ class SegmentBook:
         found = self._oldest(lane)
         return None if found is None else found.header
 
+    def oldest_of_all(self) -> SegmentHeader | None:
+        """Of all segments without pins or reservations the one whose life began first."""
+        found = [one for lane in range(self._lanes) if (one := self.oldest(lane)) is not None]
+        return min(found, key=lambda header: header.sequence, default=None)
+
+    def life_of(self, segment: int) -> SegmentHeader | None:
+        """The segment's present life; None while it is free."""
+        found = self._bound_at(segment)
+        return None if found is None else found.header
+
+    def lives_of(self, fingerprint: bytes) -> list[SegmentHeader]:
+        return [one.header for one in self._all() if one.header.fingerprint == fingerprint]
+
+    def is_ready(self, slot: int) -> bool:
+        """Whether the slot holds a block."""
+        segment = self._bound_at(slot // self.row_count_max)
+        return segment is not None and segment.rows[slot % self.row_count_max] == _State.READY
+
+    def is_pinned(self, slot: int) -> bool:
+        return slot % self.row_count_max in self._segment(slot).pins
+
+    def stop_filling(self, segment: int) -> None:
+        """Give no more slots of this segment out."""
+        found = self._bound_at(segment)
+        assert found is not None, "a free segment is not being filled"
+        key = (found.header.fingerprint, segment % self._lanes)
+        if self._filling.get(key) is found:
+            del self._filling[key]
+        self._free_if_empty(found)
+
+    def void_all(self, fingerprint: bytes) -> None:
+        """Every block of the namespace is gone; reservations and pins end on their own."""
+        for segment in list(self._all()):
+            if segment.header.fingerprint == fingerprint:
+                segment.rows = segment.rows.translate(_VOIDED)
+                segment.ready_count = 0
+                self._free_if_empty(segment)
+
     def ready_slots(self, segment: int) -> Slots:
         """The slots of one segment that hold a block."""
-        bound = self._bound[segment % self._lanes].get(segment)
+        bound = self._bound_at(segment)
         return _slots([] if bound is None else self._ready_slots(bound))
 
-    def adopt(self, lives: Iterable[tuple[SegmentHeader, Sequence[int]]]) -> None:
+    def adopt(self, lives: Iterable[tuple[SegmentHeader, npt.NDArray[np.int64]]]) -> None:
         """Recovery found these segments, each with its rows that hold a block, ascending; once.
 
         The newest of a namespace goes on being filled behind its last block; what was written
         behind it before the crash is not in the table, so nobody will miss it.
         """
         assert self.free_segment_count == self.segment_count, "adopting into a used book"
+        ready = bytes([_State.READY]) * self.row_count_max
         for header, rows in sorted(lives, key=lambda life: life[0].sequence):
-            if not rows:
+            count = len(rows)
+            if count == 0:
                 continue
             lane = header.segment % self._lanes
-            states = np.zeros(header.slot_count, np.uint8)
-            states[: rows[-1]] = _State.GONE
-            states[rows] = _State.READY
-            segment = _Segment(header, bytearray(states), row_next=rows[-1] + 1)
-            segment.ready_count = len(rows)
+            row_next = int(rows[-1]) + 1
+            if count == row_next:  # No hole: as a rule, and there may be thousands of segments.
+                states = ready[:count]
+            else:
+                holed = np.full(row_next, _State.GONE, np.uint8)
+                holed[rows] = _State.READY
+                states = holed.tobytes()  # gil-ok: at most a few KiB
+            segment = _Segment(header, bytearray(header.slot_count), row_next=row_next)
+            segment.rows[:row_next] = states
+            segment.ready_count = count
             self._bound[lane][header.segment] = segment
             self._filling[header.fingerprint, lane] = segment
         for lane, free in enumerate(self._free):
@@ -248,12 +303,13 @@ class SegmentBook:
         return (segment for lane in self._bound for segment in lane.values())
 
     def _bound_of(self, segment: _Segment) -> _Segment | None:
-        number = segment.header.segment
+        return self._bound_at(segment.header.segment)
+
+    def _bound_at(self, number: int) -> _Segment | None:
         return self._bound[number % self._lanes].get(number)
 
     def _segment(self, slot: int) -> _Segment:
-        number = int(slot) // self.row_count_max
-        segment = self._bound[number % self._lanes].get(number)
+        segment = self._bound_at(int(slot) // self.row_count_max)
         assert segment is not None, f"slot {slot} is in no bound segment"
         return segment
 
@@ -269,25 +325,27 @@ class SegmentBook:
     def _oldest(self, lane: int) -> _Segment | None:
         return next((one for one in self._bound[lane].values() if not one.is_held), None)
 
-    def _bind(
-        self, fingerprint: bytes, layout: SlotLayout, lane: int, key_id: int, evicted: list[int]
-    ) -> _Segment | None:
-        if self._free[lane]:
-            number = self._free[lane].popleft()
-        else:
-            oldest = self._oldest(lane)
-            if oldest is None:
-                return None
+    def _make_free(self, lane: int, reuse: bool, free_kept_count: int, evicted: list[int]) -> None:
+        """Give up the oldest segment of the lane if there is no free one to be bound."""
+        if not reuse or (self._free[lane] and self.free_segment_count > free_kept_count):
+            return
+        oldest = self._oldest(lane)
+        if oldest is not None:
             evicted.extend(self._ready_slots(oldest))
             self._unbind(oldest)
-            number = self._free[lane].pop()
+
+    def _bind(
+        self, fingerprint: bytes, layout: SlotLayout, lane: int, free_kept_count: int
+    ) -> _Segment | None:
+        if not self._free[lane] or self.free_segment_count <= free_kept_count:
+            return None
+        number = self._free[lane].popleft()
         header = SegmentHeader(
             segment=number,
             fingerprint=fingerprint,
             layout=layout,
             slot_count=self.slot_count(layout),
             sequence=self.take_sequences(1),
-            key_id=key_id,
         )
         segment = _Segment(header, bytearray(header.slot_count))
         self._bound[lane][number] = segment

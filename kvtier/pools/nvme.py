@@ -1,10 +1,10 @@
 """NVMe pool: one preallocated file or device per path, in segments, with its slot table inside.
 
-The pool knows where slots lie and what its table says of them; which blocks come and go is decided
-elsewhere. Its life of one slot: `reserve`, `write_blocks`, then `write_ready` or `abort`; much
-later `write_gone`, or the whole segment is reused by a `reserve`. Blocks that are read are pinned
-before and unpinned when the batch has *returned*, and slots that are written end their reservation
-then, not when the wait for them ended.
+The pool knows where slots lie and what its table says of them; which slot a block gets, when a
+segment is reused and what is pinned is decided elsewhere. The life of one slot: its segment is
+bound, `write_blocks`, then `write_ready`; much later `write_gone`, or the segment is bound anew.
+Whoever decides must not bind a segment anew before every batch in it has *returned*, which may be
+long after the wait for it ended.
 
 Nothing is fsynced but the superblock, at open and close. What the disk then says after a crash may
 be old, new or torn in any mixture; `recover` believes what `nvme_recovery.py` says, and every read
@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.core.segments import Reserved, SegmentBook
 from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.checksum import Checksums, block_checksum
@@ -107,22 +106,17 @@ class NvmePool:
         if writable:
             self._write_superblocks(is_clean=False, life=life, recency=(0, 0))
         self._image = TableImage(self._drivers, self.geometry, self.generation)
-        self._book = SegmentBook(
-            segment_bytes=self.geometry.segment_bytes,
-            segment_count=self.geometry.segment_count * len(self._drivers),
-            row_count_max=self.geometry.row_count_max,
-            lane_count=len(self._drivers),
-            sequence_first=self._superblocks[0].sequence_first,
-        )
+        # The present life of each segment that has one; the last one of a segment that fell free.
+        self._lives: dict[int, SegmentHeader] = {}
 
     @property
     def condition(self) -> PoolCondition:
         return self._condition
 
     @property
-    def book(self) -> SegmentBook:
-        """Pins, and questions about segments."""
-        return self._book
+    def sequence_first(self) -> int:
+        """No number from here on was given in a former life of the pool."""
+        return self._superblocks[0].sequence_first
 
     @property
     def dirty_page_count(self) -> int:
@@ -139,30 +133,35 @@ class NvmePool:
         slots, entries, void = nvme_recovery.read_blocks_of(
             self._drivers, self.geometry, self.generation, headers, epochs
         )
+        self._lives = {header.segment: header for header in headers}
         self._image.table.adopt(slots, entries)
         self._image.put_headers(headers, on_disk=True)
         self._image.mark(void)
-        self._book.adopt(self._lives(headers, slots))
         recency = self._read_recency()
         if recency is not None:
             recency = recency[np.isin(recency, slots)]
-        return RecoveredBlocks(slots, entries, tuple(headers), void, recency)
+        lives = nvme_recovery.lives_of(headers, slots, self.geometry.row_count_max)
+        return RecoveredBlocks(slots, entries, lives, void, recency)
 
-    def reserve(
-        self, fingerprint: bytes, layout: SlotLayout, count: int, *, key_id: int = 0
-    ) -> Reserved:
-        """Up to `count` slots; none unless the pool is ON. `evicted` blocks are gone at once."""
-        if self._condition.state is not PoolState.ON or self._book.slot_count(layout) == 0:
-            count = 0
-        reserved = (
-            self._book.reserve(fingerprint, layout, count, key_id=key_id)
-            if count
-            else Reserved(np.empty(0, np.uint32), (), np.empty(0, np.uint32))
-        )
-        self._image.table.write_gone(reserved.evicted)
-        self._image.mark(reserved.evicted)
-        self._image.put_headers(reserved.bound)
-        return reserved
+    def header_of(self, slot: int) -> SegmentHeader:
+        """The present life of the slot's segment; AssertionError when it has none."""
+        header = self._lives.get(int(slot) // self.geometry.row_count_max)
+        assert header is not None, f"slot {slot} is in no bound segment"
+        return header
+
+    def bind(self, headers: Sequence[SegmentHeader]) -> None:
+        """New lives of segments begin: what stood in their rows is gone."""
+        for header in headers:
+            before = self._lives.get(header.segment)
+            if before is not None:
+                assert before.sequence < header.sequence, "a new life has a higher number"
+                self._image.empty(header.segment, before.slot_count)
+            self._lives[header.segment] = header
+        self._image.put_headers(headers)
+
+    def checksums(self, slots: Slots) -> Checksums:
+        """Of the payloads, as the table has them; 0 for a slot without a block."""
+        return self._image.table.checksums(slots)
 
     def write_blocks(
         self,
@@ -173,13 +172,15 @@ class NvmePool:
         on_ended: Ended | None = None,
         on_returned: Ended | None = None,
     ) -> Batch:
-        """Write payloads into reserved slots; a block that does not match its checksum any more
-        is CORRUPT and not written."""
-        batch = self._batch(slots, blocks, checksums, on_ended, on_returned)
+        """Write payloads into slots of bound segments; a block that does not match its checksum any
+        more is CORRUPT and not written. Where they go is settled when this returns."""
+        assert len(slots) == len(blocks) == len(checksums), "one block and one checksum a slot"
+        layout = self._layout_of(slots)
+        batch = self._batch(blocks, checksums, layout, on_ended, on_returned)
         if self._condition.state is not PoolState.ON:
             _refuse(batch)
             return batch
-        for driver, accesses in self._accesses(slots, blocks):
+        for driver, accesses in self._accesses(slots, blocks, layout):
             driver.write(accesses, batch)
         return batch
 
@@ -191,13 +192,15 @@ class NvmePool:
         on_ended: Ended | None = None,
         on_returned: Ended | None = None,
     ) -> Batch:
-        """Read payloads of pinned slots and compare them with their checksums."""
-        checksums = self._image.table.checksums(slots)
-        batch = self._batch(slots, blocks, checksums, on_ended, on_returned)
+        """Read payloads of slots that hold blocks and compare them with their checksums."""
+        checksums = self.checksums(slots)
+        assert len(slots) == len(blocks), "one block a slot"
+        layout = self._layout_of(slots)
+        batch = self._batch(blocks, checksums, layout, on_ended, on_returned)
         if self._condition.state is PoolState.OFF:
             _refuse(batch)
             return batch
-        for driver, accesses in self._accesses(slots, blocks):
+        for driver, accesses in self._accesses(slots, blocks, layout):
             driver.read(accesses, batch)
         return batch
 
@@ -209,26 +212,25 @@ class NvmePool:
         checksums: Checksums,
         *,
         epoch: int,
+        sequence: int,
     ) -> None:
-        """Table: these reserved slots, whose writes are DONE, hold these blocks."""
+        """Table: these slots, whose writes are DONE, hold these blocks of one namespace; sequence
+        numbers ascend from `sequence`."""
         if len(slots) == 0:
             return
-        header = self._book.header_of(int(slots[0]))
-        facts = BlockFacts(header.fingerprint, epoch, header.layout.payload_bytes)
-        sequence = self._book.take_sequences(len(slots))
-        self._book.commit(slots)
+        headers = self._headers_of(slots)
+        first = headers[0]
+        for header in headers:
+            assert header.fingerprint == first.fingerprint, "blocks of two namespaces"
+            assert header.sequence < sequence, "numbers ascend: such an entry would be void"
+        facts = BlockFacts(first.fingerprint, epoch, first.layout.payload_bytes)
         self._image.table.write_ready(
             slots, hashes, parents, facts, sequence=sequence, checksums=checksums
         )
         self._image.mark(slots)
 
-    def abort(self, slots: Slots) -> None:
-        """These reserved slots hold nothing; only once their batch has returned."""
-        self._book.abort(slots)
-
     def write_gone(self, slots: Slots) -> None:
-        """Table: these blocks are no more."""
-        self._book.void(slots)
+        """Table: these slots hold nothing."""
         self._image.table.write_gone(slots)
         self._image.mark(slots)
 
@@ -250,22 +252,27 @@ class NvmePool:
         self._image.close()
         return closed
 
-    def check_invariants(self) -> list[str]:
-        """Violations, one text each; none when all is well."""
-        return self._book.check_invariants()
-
     # --------------------------------------------------------------------------------- accesses
+
+    def _headers_of(self, slots: Slots) -> list[SegmentHeader]:
+        """The lives that these slots belong to, each once."""
+        row_count_max = self.geometry.row_count_max
+        segments = np.unique(slots // row_count_max)
+        return [self.header_of(segment * row_count_max) for segment in segments.tolist()]
+
+    def _layout_of(self, slots: Slots) -> SlotLayout:
+        layouts = {header.layout for header in self._headers_of(slots)} or {SlotLayout(1, 1)}
+        assert len(layouts) == 1, "slots of one layout in one batch"
+        return layouts.pop()
 
     def _batch(
         self,
-        slots: Slots,
         blocks: Sequence[Block],
         checksums: Checksums,
+        layout: SlotLayout,
         on_ended: Ended | None,
         on_returned: Ended | None,
     ) -> Batch:
-        assert len(slots) == len(blocks) == len(checksums), "one block and one checksum a slot"
-        layout = self._book.header_of(int(slots[0])).layout if len(slots) else SlotLayout(1, 1)
         shard_bytes, expected = layout.shard_bytes, checksums.tolist()
 
         def check(member: int) -> bool:
@@ -277,17 +284,17 @@ class NvmePool:
             if on_ended is not None:
                 on_ended(batch)
 
-        return Batch(len(slots), check=check, on_ended=ended, on_returned=on_returned)
+        return Batch(len(blocks), check=check, on_ended=ended, on_returned=on_returned)
 
-    def _accesses(self, slots: Slots, blocks: Sequence[Block]) -> list[tuple[Driver, list[Access]]]:
+    def _accesses(
+        self, slots: Slots, blocks: Sequence[Block], layout: SlotLayout
+    ) -> list[tuple[Driver, list[Access]]]:
         """What goes to each path."""
         found: list[tuple[Driver, list[Access]]] = [(driver, []) for driver in self._drivers]
         geometry = self.geometry
+        lengths = [layout.padded_shard_bytes] * layout.shard_count
         for member, (slot, block) in enumerate(zip(slots.tolist(), blocks, strict=True)):
-            layout = self._book.header_of(slot).layout
-            assert [len(shard) for shard in block] == [
-                layout.padded_shard_bytes
-            ] * layout.shard_count, "a view for each shard, padding included"
+            assert list(map(len, block)) == lengths, "a view for each shard, padding included"
             segment, row = divmod(slot, geometry.row_count_max)
             local, path = divmod(segment, len(self._drivers))
             first = geometry.segments_first + local * geometry.segment_bytes
@@ -309,17 +316,6 @@ class NvmePool:
         self._on_condition(condition)
 
     # ------------------------------------------------------------------------- opening, closing
-
-    def _lives(
-        self, headers: Sequence[SegmentHeader], slots: Slots
-    ) -> list[tuple[SegmentHeader, list[int]]]:
-        segments, rows = np.divmod(slots, self.geometry.row_count_max)
-        starts = np.searchsorted(segments, [header.segment for header in headers])
-        ends = np.searchsorted(segments, [header.segment for header in headers], side="right")
-        return [
-            (header, rows[start:end].tolist())
-            for header, start, end in zip(headers, starts.tolist(), ends.tolist(), strict=True)
-        ]
 
     def _close_clean(self, recency: Slots | None, timeout_seconds: float) -> bool:
         while (batch := self.write_table()) is not None:

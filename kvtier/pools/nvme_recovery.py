@@ -41,7 +41,8 @@ class RecoveredBlocks:
 
     slots: Slots
     entries: Entries
-    headers: tuple[SegmentHeader, ...]  # Every segment with a sound header.
+    # Segments that hold blocks, each with its rows that do, ascending.
+    lives: tuple[tuple[SegmentHeader, npt.NDArray[np.int64]], ...]
     void_slots: Slots  # Rows that are not empty and no block either.
     # Slots that hold a block, least recently used first; None unless the pool was closed cleanly.
     recency: Slots | None
@@ -98,6 +99,21 @@ def read_blocks_of(
         void.append(all_slots[~newest])
         all_slots, all_entries = all_slots[newest], all_entries[newest]
     return all_slots, all_entries, np.concatenate(void)
+
+
+def lives_of(
+    headers: Sequence[SegmentHeader], slots: Slots, row_count_max: int
+) -> tuple[tuple[SegmentHeader, npt.NDArray[np.int64]], ...]:
+    """The segments of these slots; both ascend."""
+    segments, rows = np.divmod(slots.astype(np.int64), row_count_max)
+    numbers = np.array([header.segment for header in headers], np.int64)
+    starts = np.searchsorted(segments, numbers).tolist()
+    ends = np.searchsorted(segments, numbers, side="right").tolist()
+    return tuple(
+        (header, rows[start:end])
+        for header, start, end in zip(headers, starts, ends, strict=True)
+        if start < end
+    )
 
 
 def read_area(driver: Driver, first: int, length_bytes: int) -> Bytes:

@@ -56,6 +56,16 @@ class TableImage:
         """The entries of these slots have changed."""
         self._dirty_pages.update(dict.fromkeys((slots // PAGE_ROWS).tolist()))
 
+    def empty(self, segment: int, slot_count: int) -> None:
+        """The first `slot_count` rows of this segment hold nothing; only those that did are sent.
+
+        Rows behind them were never touched: looking at them would give the table memory there.
+        """
+        first = segment * self._geometry.row_count_max
+        slots = (first + self.table.used_rows(first, slot_count)).astype(np.uint32)
+        self.table.write_gone(slots)
+        self.mark(slots)
+
     def put_headers(self, headers: Sequence[SegmentHeader], *, on_disk: bool = False) -> None:
         """These lives of segments have begun; `on_disk`: as they were read from there."""
         path_count = self._geometry.path_count

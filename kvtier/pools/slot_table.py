@@ -118,6 +118,10 @@ class SlotTable:
         """A copy of `count` entries from slot `first` on."""
         return self._words[first : first + count].copy().view(ENTRY).reshape(-1)
 
+    def used_rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Which of `count` entries from slot `first` on hold something, counted from `first`."""
+        return np.flatnonzero(self._words[first : first + count, 0])
+
     def read_bytes(self) -> Bytes:
         """A copy of the whole table. Read from the file: reading a hole in a mapping fills it."""
         return np.frombuffer(os.pread(self.fd, self.slot_count * ENTRY_BYTES, 0), np.uint8)

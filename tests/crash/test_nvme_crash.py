@@ -19,7 +19,6 @@ import pytest
 
 from kvtier.io.driver import Outcome
 from kvtier.layout import SlotLayout
-from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import format_paths, open_paths
 from tests.support.crashing_file import CrashingDriver
 from tests.support.forms import rounds, state_finding
@@ -32,6 +31,7 @@ from tests.support.nvme_pools import (
     SEGMENT_BYTES,
     SHARDED,
     SMALL,
+    BookedPool,
     demote,
     fingerprint_of,
     hash_of,
@@ -75,21 +75,21 @@ class Load:
 
     def run_life(self) -> None:
         """Open, recover and check, work, and lose power."""
-        pool = NvmePool([CrashingDriver(one.file, one.name) for one in self.drivers])
+        pool = BookedPool([CrashingDriver(one.file, one.name) for one in self.drivers])
         self.check(pool)
         for _ in range(STEPS):
             self.step(pool)
-        assert pool.check_invariants() == []
+        assert pool.book.check_invariants() == []
         for driver in self.drivers:
             driver.file.crash(self.chance)
 
-    def step(self, pool: NvmePool) -> None:
+    def step(self, pool: BookedPool) -> None:
         action = self.chance.randrange(10)
         if action < 5:
             self.demote(pool)
         elif action < 6 and self.blocks:
             names = self.chance.sample(sorted(self.blocks), min(3, len(self.blocks)))
-            pool.write_gone(np.array([self.blocks[name].slot for name in names], np.uint32))
+            pool.void(np.array([self.blocks[name].slot for name in names], np.uint32))
             for name in names:
                 self.forget(name)
         elif action < 9:
@@ -103,7 +103,7 @@ class Load:
             self.ended |= self.going
             self.going.clear()
 
-    def demote(self, pool: NvmePool) -> None:
+    def demote(self, pool: BookedPool) -> None:
         namespace = self.chance.choice(sorted(LAYOUTS))
         names = [f"{self.number + i}" for i in range(self.chance.randrange(1, 12))]
         self.number += len(names)
@@ -114,17 +114,17 @@ class Load:
             self.forget(name)
         for name, slot in zip(names, slots.tolist(), strict=False):
             self.blocks[name] = Told(namespace, slot)
-            self.lives[name] = pool.book.header_of(slot).sequence
+            self.lives[name] = pool.header_of(slot).sequence
 
     def forget(self, name: str) -> None:
         del self.blocks[name]
         self.durable.discard(name)
         self.going.add(name)
 
-    def check(self, pool: NvmePool) -> None:
+    def check(self, pool: BookedPool) -> None:
         """Read every block that recovery gives; then know no more than that."""
         found = pool.recover(EPOCHS)
-        assert pool.check_invariants() == []
+        assert pool.book.check_invariants() == []
         by_hash = {
             bytes(entry["hash"]): slot
             for entry, slot in zip(found.entries, found.slots.tolist(), strict=True)
@@ -143,8 +143,8 @@ class Load:
             self.wrong.append(f"gone blocks came back: {sorted(returned)}")
         self.blocks, self.durable, self.going = right, set(), set()
 
-    def read(self, pool: NvmePool, name: str, slot: int) -> Told | None:
-        header = pool.book.header_of(slot)
+    def read(self, pool: BookedPool, name: str, slot: int) -> Told | None:
+        header = pool.header_of(slot)
         namespace = next(one for one in LAYOUTS if fingerprint_of(one) == header.fingerprint)
         # An older header may stand: the new one was lost, and the namespace was the same.
         if header.sequence > self.lives[name]:
@@ -154,7 +154,7 @@ class Load:
         [outcome], [views] = promote(pool, slots, layout)
         if outcome is Outcome.CORRUPT:
             self.corrupt_count += 1
-            pool.write_gone(slots)
+            pool.void(slots)
             return None
         assert outcome is Outcome.DONE
         if not is_right(views, hash_of(name), layout):
@@ -167,7 +167,7 @@ def run_load(seed: int) -> Load:
     load = Load(chance, make_drivers(chance.choice((1, 2)), LENGTH_BYTES))
     for _ in range(LIVES):
         load.run_life()
-    load.check(NvmePool(load.drivers))
+    load.check(BookedPool(load.drivers))
     return load
 
 
@@ -203,7 +203,7 @@ LINE_BLOCKS = 8
 
 def demote_for_ever(paths: list[Path], first: int) -> None:
     """In the child: blocks that stay in a pinned segment, then others round and round."""
-    pool = NvmePool(open_paths(paths))
+    pool = BookedPool(open_paths(paths))
     pool.recover(EPOCHS)
     kept, _ = demote(pool, [f"kept{i}" for i in range(KEPT_COUNT)], namespace="small")
     pool.book.pin(kept)
@@ -247,14 +247,14 @@ def test_a_killed_writer_leaves_right_blocks_in_a_real_file(tmp_path: Path) -> N
 
 
 def assert_all_right(paths: list[Path], end: int) -> None:
-    pool = NvmePool(open_paths(paths), writable=False)
+    pool = BookedPool(open_paths(paths), writable=False)
     found = pool.recover(EPOCHS)
     names = [f"kept{i}" for i in range(KEPT_COUNT)] + [str(number) for number in range(end)]
     by_hash = {bytes(hash_of(name)): name for name in names}
     kept_count = 0
     for entry, slot in zip(found.entries, found.slots.tolist(), strict=True):
         name = by_hash[bytes(entry["hash"])]
-        layout: SlotLayout = pool.book.header_of(slot).layout
+        layout: SlotLayout = pool.header_of(slot).layout
         [outcome], [views] = promote(pool, np.array([slot], np.uint32), layout)
         if outcome is Outcome.DONE:
             assert is_right(views, hash_of(name), layout), f"wrong bytes of {name}"

@@ -15,6 +15,7 @@ from tests.support.forms import is_torture
 from tests.support.nvme_pools import (
     EPOCH,
     SHARDED,
+    BookedPool,
     checksums_of,
     empty_views,
     filled_views,
@@ -37,8 +38,8 @@ class Script:
     right_count: int = 0
     stalled_count: int = 0
 
-    def run(self) -> NvmePool:
-        pool = NvmePool([self.driver])
+    def run(self) -> BookedPool:
+        pool = BookedPool([self.driver])
         pool.recover(EPOCHS)
         places: dict[str, int] = {}
         for first in range(0, len(NAMES), BATCH):
@@ -47,10 +48,10 @@ class Script:
             if (batch := pool.write_table()) is not None:
                 batch.give_up()
             self.promote(pool, places)
-            assert pool.check_invariants() == []
+            assert pool.book.check_invariants() == []
         return pool
 
-    def demote(self, pool: NvmePool, names: list[str], places: dict[str, int]) -> None:
+    def demote(self, pool: BookedPool, names: list[str], places: dict[str, int]) -> None:
         reserved = pool.reserve(fingerprint_of("ns"), SHARDED, len(names))
         evicted = set(reserved.evicted.tolist())
         for name in [name for name, slot in places.items() if slot in evicted]:
@@ -66,10 +67,10 @@ class Script:
         else:
             returned = np.ones(len(slots), np.bool_)
         done = np.array([one is Outcome.DONE for one in outcomes], np.bool_)
-        pool.abort(slots[returned & ~done])
+        pool.book.abort(slots[returned & ~done])
         kept = [name for name, right in zip(names, done.tolist(), strict=True) if right]
         hashes = [hash_of(name) for name in kept]
-        pool.write_ready(slots[done], hashes, [None] * len(kept), checksums[done], epoch=EPOCH)
+        pool.commit(slots[done], hashes, checksums[done], epoch=EPOCH)
         places.update(zip(kept, slots[done].tolist(), strict=True))
 
     def promote(self, pool: NvmePool, places: dict[str, int]) -> None:
@@ -83,7 +84,7 @@ class Script:
         self.stalled_count += not batch.is_returned
 
 
-def run_script(faults: dict[int, Fault]) -> tuple[Script, NvmePool, FaultyDriver]:
+def run_script(faults: dict[int, Fault]) -> tuple[Script, BookedPool, FaultyDriver]:
     [inner] = make_drivers()
     driver = FaultyDriver(inner, faults)
     script = Script(driver)
@@ -112,7 +113,7 @@ def test_a_fault_at_any_access_costs_what_it_hits_and_nothing_more(
         script, pool, driver = run_script({place: fault})
         where = f"{fault} at access {place}"
         driver.release()
-        assert pool.check_invariants() == [], where
+        assert pool.book.check_invariants() == [], where
         if fault in {Fault.SHORT, Fault.BIT_FLIP, Fault.STALL}:
             # One block of each later read at most; a table page is sent again.
             assert pool.condition.state is PoolState.ON, where

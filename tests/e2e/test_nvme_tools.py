@@ -18,6 +18,7 @@ from tests.support.nvme_pools import (
     ROW_COUNT_MAX,
     SEGMENT_BYTES,
     SHARDED,
+    BookedPool,
     demote,
 )
 
@@ -59,7 +60,7 @@ def make_pool(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> list[int
     assert run_tool(*words) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["usable_bytes"] == told["segments"] * (64 << 10)
-    pool = NvmePool(open_paths(paths))
+    pool = BookedPool(open_paths(paths))
     pool.recover({})
     small, _ = demote(pool, [f"{number}" for number in range(20)])
     sharded, _ = demote(pool, ["x", "y"], namespace="other", layout=SHARDED)

@@ -1,19 +1,25 @@
-"""Small NVMe pools over memory, and blocks whose bytes follow from their hash."""
+"""Small NVMe pools over memory, and blocks whose bytes follow from their hash.
+
+A `BookedPool` is a pool with a book of its segments: what the core and the shell are to a daemon.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvtier.io.checksum import block_checksums
+from kvtier.cli.pool_book import book_of
+from kvtier.core.segments import Reserved
+from kvtier.io.checksum import Checksums, block_checksums
 from kvtier.io.driver import Driver, Outcome
 from kvtier.layout import SlotLayout
 from kvtier.memory import Bytes
-from kvtier.pools.nvme import NvmePool
+from kvtier.pools.nvme import NvmePool, PoolState
 from kvtier.pools.nvme_paths import format_drivers
+from kvtier.pools.nvme_recovery import RecoveredBlocks
 from kvtier.pools.slot_table import Slots
 from kvtier.types import BlockHash
 from tests.support.crashing_file import CrashingDriver, CrashingFile
@@ -46,8 +52,44 @@ def make_drivers(path_count: int = 1, length_bytes: int = LENGTH_BYTES) -> list[
     return drivers
 
 
-def opened(drivers: Sequence[Driver], epochs: dict[bytes, int] | None = None) -> NvmePool:
-    pool = NvmePool(drivers)
+class BookedPool(NvmePool):
+    """Whoever uses it decides; the book says which slots that takes."""
+
+    def recover(self, epochs: Mapping[bytes, int] | None) -> RecoveredBlocks:
+        found = super().recover(epochs)
+        self.book = book_of(self)
+        self.book.adopt(found.lives)
+        return found
+
+    def reserve(self, fingerprint: bytes, layout: SlotLayout, count: int) -> Reserved:
+        """None unless the pool is ON."""
+        is_on = self.condition.state is PoolState.ON
+        reserved = self.book.reserve(fingerprint, layout, count if is_on else 0)
+        self.bind(reserved.bound)
+        return reserved
+
+    def commit(
+        self,
+        slots: Slots,
+        hashes: Sequence[BlockHash],
+        checksums: Checksums,
+        *,
+        epoch: int,
+    ) -> None:
+        """These reserved slots hold these blocks, each the first of a prefix."""
+        sequence = self.book.take_sequences(len(slots))
+        self.book.commit(slots)
+        parents = [None] * len(slots)
+        self.write_ready(slots, hashes, parents, checksums, epoch=epoch, sequence=sequence)
+
+    def void(self, slots: Slots) -> None:
+        """These blocks are gone."""
+        self.book.void(slots)
+        self.write_gone(slots)
+
+
+def opened(drivers: Sequence[Driver], epochs: dict[bytes, int] | None = None) -> BookedPool:
+    pool = BookedPool(drivers)
     pool.recover(epochs)
     return pool
 
@@ -94,7 +136,7 @@ def checksums_of(blocks: Sequence[Sequence[Bytes]], layout: SlotLayout) -> np.nd
 
 
 def demote(
-    pool: NvmePool,
+    pool: BookedPool,
     names: Sequence[str],
     *,
     namespace: str = "ns",
@@ -109,9 +151,9 @@ def demote(
     checksums = checksums_of(blocks, layout)
     outcomes = pool.write_blocks(slots, blocks, checksums).wait(20)
     done = np.array([outcome is Outcome.DONE for outcome in outcomes], np.bool_)
-    pool.abort(slots[~done])
+    pool.book.abort(slots[~done])
     kept = [block for block, right in zip(hashes, done.tolist(), strict=True) if right]
-    pool.write_ready(slots[done], kept, [None] * len(kept), checksums[done], epoch=epoch)
+    pool.commit(slots[done], kept, checksums[done], epoch=epoch)
     return slots[done], reserved.evicted
 
 

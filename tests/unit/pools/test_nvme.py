@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.io.driver import Outcome
-from kvtier.layout import SlotLayout
+from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.pools import nvme_recovery
 from kvtier.pools.nvme import NvmePool, PoolCondition, PoolState
 from kvtier.pools.nvme_paths import format_drivers
@@ -20,6 +22,7 @@ from tests.support.nvme_pools import (
     SEGMENT_BYTES,
     SHARDED,
     SMALL,
+    BookedPool,
     checksums_of,
     demote,
     empty_views,
@@ -36,9 +39,9 @@ NAMES = [f"block{number}" for number in range(40)]
 EPOCHS = {fingerprint_of("ns"): EPOCH, fingerprint_of("other"): EPOCH}
 
 
-def reopened(drivers: list[CrashingDriver]) -> tuple[NvmePool, nvme_recovery.RecoveredBlocks]:
+def reopened(drivers: list[CrashingDriver]) -> tuple[BookedPool, nvme_recovery.RecoveredBlocks]:
     """As after a restart: new drivers over the same files."""
-    pool = NvmePool([CrashingDriver(driver.file, driver.name) for driver in drivers])
+    pool = BookedPool([CrashingDriver(driver.file, driver.name) for driver in drivers])
     return pool, pool.recover(EPOCHS)
 
 
@@ -61,7 +64,7 @@ def test_what_was_demoted_is_promoted_after_a_restart_too(
     assert all(
         is_right(views, hash_of(name), layout) for name, views in zip(NAMES, blocks, strict=True)
     )
-    assert pool.check_invariants() == []
+    assert pool.book.check_invariants() == []
 
 
 def test_the_blocks_of_a_batch_lie_on_all_paths() -> None:
@@ -131,7 +134,86 @@ def test_a_reused_segment_takes_its_former_blocks_with_it() -> None:
     pool, found = reopened(drivers)
     assert len(found.slots) == total - 16 + 1
     assert not set(found.slots.tolist()) & set(evicted[1:].tolist())
-    assert pool.check_invariants() == []
+    assert pool.book.check_invariants() == []
+
+
+def new_life(pool: BookedPool, header: SegmentHeader) -> SegmentHeader:
+    return replace(header, sequence=pool.book.take_sequences(1))
+
+
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_new_life_of_a_segment_empties_its_rows_and_sends_only_those(is_reopened: bool) -> None:
+    drivers = make_drivers()
+    pool = opened(drivers)
+    slots, _ = demote(pool, NAMES[:18])  # 16 in one segment, 2 in the next.
+    assert pool.write_table() is not None
+    assert pool.write_table() is None
+    if is_reopened:
+        pool, _ = reopened(drivers)
+    assert all(pool.checksums(slots).tolist())
+    assert pool.dirty_page_count == 0
+    pool.bind([new_life(pool, pool.header_of(0))])
+    assert pool.checksums(slots[:16]).tolist() == [0] * 16
+    assert all(pool.checksums(slots[16:]).tolist())
+    assert pool.dirty_page_count == 2, "one page of entries, one of headers"
+    pool.bind([new_life(pool, pool.header_of(0))])
+    assert pool.dirty_page_count == 2
+    batch = pool.write_table()
+    assert batch is not None
+    entries = np.zeros(4096, np.uint8)
+    drivers[0].file.read(pool.geometry.table_first, entries)
+    assert not entries.any()
+
+
+def test_a_segment_bound_for_the_first_time_has_no_rows_to_send() -> None:
+    pool = opened(make_drivers())
+    pool.bind([SegmentHeader(3, fingerprint_of("ns"), SMALL, 16, sequence=7)])
+    assert pool.dirty_page_count == 1, "its header"
+    assert pool.header_of(3 * ROW_COUNT_MAX + 5).sequence == 7
+    with pytest.raises(AssertionError, match="slot 64 is in no bound segment"):
+        pool.header_of(2 * ROW_COUNT_MAX)
+
+
+def test_an_entry_that_its_segment_would_make_void_is_not_written() -> None:
+    pool = opened(make_drivers())
+    reserved = pool.reserve(fingerprint_of("ns"), SMALL, 1)
+    [header] = reserved.bound
+    with pytest.raises(AssertionError, match="such an entry would be void"):
+        pool.write_ready(
+            reserved.slots,
+            [hash_of("a")],
+            [None],
+            np.ones(1, np.uint64),
+            epoch=EPOCH,
+            sequence=header.sequence,
+        )
+    with pytest.raises(AssertionError, match="a new life has a higher number"):
+        pool.bind([header])
+
+
+def test_a_batch_goes_where_its_slots_lay_when_it_began() -> None:
+    [inner] = make_drivers()
+    pool = opened([inner])
+    faulty = FaultyDriver(inner, {0: Fault.STALL})
+    pool._drivers = [faulty]
+    block, names = [filled_views(hash_of("a"), SHARDED)], fingerprint_of("ns")
+    pool.bind([SegmentHeader(0, names, SHARDED, 4, sequence=7)])
+    slots = np.array([2], np.uint32)
+    batch = pool.write_blocks(slots, block, checksums_of(block, SHARDED))
+    pool.bind([SegmentHeader(0, names, SMALL, 16, sequence=8)])
+    faulty.release()
+    assert batch.wait() == [Outcome.DONE]
+    written = np.zeros(4096, np.uint8)
+    inner.file.read(pool.geometry.segments_first + 2 * SHARDED.slot_bytes, written)
+    assert (written == block[0][0][:4096]).all()
+
+
+def test_a_batch_has_slots_of_one_layout() -> None:
+    pool = opened(make_drivers())
+    small, _ = demote(pool, NAMES[:1])
+    large, _ = demote(pool, NAMES[1:2], namespace="other", layout=LARGE)
+    with pytest.raises(AssertionError, match="slots of one layout"):
+        pool.read_blocks(np.concatenate((small, large)), [empty_views(SMALL), empty_views(LARGE)])
 
 
 def test_old_entries_under_a_new_header_are_void() -> None:
@@ -181,7 +263,7 @@ def test_a_gone_block_stays_gone() -> None:
     drivers = make_drivers()
     pool = opened(drivers)
     slots, _ = demote(pool, NAMES[:3])
-    pool.write_gone(slots[1:2])
+    pool.void(slots[1:2])
     pool.close(clean=True)
     assert reopened(drivers)[1].slots.tolist() == [0, 2]
 
@@ -191,7 +273,7 @@ def test_a_clean_close_keeps_the_order_of_use_and_a_crash_does_not() -> None:
     pool = opened(drivers)
     slots, _ = demote(pool, NAMES[:5])
     order = slots[[3, 0, 4, 1, 2]]
-    pool.write_gone(slots[1:2])
+    pool.void(slots[1:2])
     assert pool.close(clean=True, recency=order)
     pool, found = reopened(drivers)
     assert pool.was_clean
@@ -209,7 +291,7 @@ def test_sequence_numbers_go_on_above_those_of_every_former_life() -> None:
     demote(pool, NAMES[:3])
     pool.close(clean=True)
     pool, found = reopened(drivers)
-    assert pool.book.take_sequences(1) > int(found.entries["sequence"].max()) + (1 << 39)
+    assert pool.sequence_first > int(found.entries["sequence"].max()) + (1 << 39)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +307,7 @@ def test_sequence_numbers_go_on_above_those_of_every_former_life() -> None:
 def test_a_failing_disk_is_a_value(fault: Fault, state: PoolState) -> None:
     told: list[PoolCondition] = []
     [inner] = make_drivers()
-    pool = NvmePool([inner], on_condition=told.append)
+    pool = BookedPool([inner], on_condition=told.append)
     pool.recover(None)
     kept, _ = demote(pool, NAMES[:2])
     pool._drivers = [FaultyDriver(inner, {1: fault})]
@@ -236,7 +318,7 @@ def test_a_failing_disk_is_a_value(fault: Fault, state: PoolState) -> None:
     outcomes = promote(pool, kept)[0]
     assert outcomes == [Outcome.REFUSED if state is PoolState.OFF else Outcome.DONE] * 2
     assert (pool.write_table() is None) == (state is not PoolState.ON)
-    assert pool.check_invariants() == []
+    assert pool.book.check_invariants() == []
 
 
 def test_a_stalled_write_holds_its_segment_until_it_returns() -> None:
@@ -259,8 +341,8 @@ def test_a_stalled_write_holds_its_segment_until_it_returns() -> None:
     assert not returned
     faulty.release()
     assert returned == [True]
-    pool.abort(reserved.slots)
-    assert pool.check_invariants() == []
+    pool.book.abort(reserved.slots)
+    assert pool.book.check_invariants() == []
 
 
 def other_pool(length_bytes: int = LENGTH_BYTES) -> CrashingDriver:
@@ -330,7 +412,10 @@ def test_a_pool_opened_to_read_changes_nothing() -> None:
     reader = NvmePool([CrashingDriver(drivers[0].file)], writable=False)
     reader.recover(None)
     assert promote(reader, slots)[0] == [Outcome.DONE] * 5
-    assert len(reader.reserve(fingerprint_of("ns"), SMALL, 1).slots) == 0
+    block = [filled_views(hash_of(NAMES[0]), SMALL)]
+    batch = reader.write_blocks(slots[:1], block, checksums_of(block, SMALL))
+    assert batch.wait() == [Outcome.REFUSED]
+    reader.write_gone(slots[:1])
     assert reader.write_table() is None
     reader.close(clean=False)
     assert (drivers[0].file._seen == before).all()
@@ -342,12 +427,6 @@ def test_a_table_that_cannot_be_read_is_told() -> None:
     pool._drivers = [FaultyDriver(inner, {0: Fault.EIO})]
     with pytest.raises(nvme_recovery.TableUnreadable, match="path0 cannot be read"):
         pool.recover(None)
-
-
-def test_a_slot_larger_than_a_segment_is_never_given() -> None:
-    pool = opened(make_drivers())
-    reserved = pool.reserve(fingerprint_of("ns"), SlotLayout(SEGMENT_BYTES + 1, 1), 3)
-    assert len(reserved.slots) == 0
 
 
 def test_views_must_have_room_for_the_padding() -> None:

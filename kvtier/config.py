@@ -7,6 +7,7 @@ docs/configuration.md.
 
 from __future__ import annotations
 
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from kvtier.config_values import (
     Count,
     Fraction,
     Kind,
+    Paths,
     PathValue,
     Seconds,
     Size,
@@ -114,10 +116,55 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NvmeConfig:
+    """The NVMe tier: files or block devices that `kvtier format` has made one pool of."""
+
+    paths: tuple[str, ...] = option(
+        (),
+        Paths(64),
+        "All paths of the pool, in any order; one that is missing, or of another pool, is "
+        "refused. Empty: no NVMe tier. With --set: commas between them.",
+    )
+    bytes: int = option(
+        AUTO,
+        Size(512 * MIB, 1 << 50, auto=True),
+        "Size of each path, with which files that do not exist yet are made and formatted at the "
+        "start; a pool that exists keeps its size. auto: nothing is made, see `kvtier format`. "
+        "Devices, and files that hold something, are never formatted by the daemon.",
+    )
+    depth: int = option(
+        4, Count(1, 64), "Reads and writes under way at once on each path; one thread each."
+    )
+    table_seconds: float = option(
+        0.5,
+        Seconds(0.05, 1.0),
+        "How often changes of the slot table are written. What went down since the last time is "
+        "lost when the daemon is killed.",
+    )
+    write_bytes_per_hour: int = option(
+        AUTO,
+        Size(MIB, 1 << 50, auto=True),
+        "Blocks written down in an hour, on average: what nobody has used twice takes what is "
+        "left of it. auto: the whole pool once a day.",
+    )
+    endurance_bytes_per_day: int = option(
+        AUTO,
+        Size(MIB, 1 << 50, auto=True),
+        "What the disks may be written in a day for the years that they shall last; only metrics "
+        "compare with it. auto: the whole pool once.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseConfig:
     """Leases and quarantine: how long an engine may hold what."""
 
     seconds_max: float = option(60.0, Seconds(1.0, 3600.0), "Longest lease.")
+    wait_seconds_max: float = option(
+        10.0,
+        Seconds(0.0, 3600.0),
+        "Longest wait of a lease for blocks that are being promoted; who asks for more gets this.",
+    )
     margin_seconds: float = option(
         5.0,
         Seconds(0.1, 60.0),
@@ -168,13 +215,16 @@ class Config:
 
     server: ServerConfig = ServerConfig()
     dram: DramConfig = DramConfig()
+    nvme: NvmeConfig = NvmeConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
     log: LogConfig = LogConfig()
 
 
-Section = ServerConfig | DramConfig | LeaseConfig | GrpcConfig | AdminConfig | LogConfig
+Section = (
+    ServerConfig | DramConfig | NvmeConfig | LeaseConfig | GrpcConfig | AdminConfig | LogConfig
+)
 
 
 def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
@@ -246,6 +296,12 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"dram.slab_bytes is {dram.slab_bytes}: it may be at most dram.bytes ({dram.bytes})"
         )
+    real: dict[str, str] = {}
+    for path in config.nvme.paths:
+        place = os.path.realpath(Path(path).expanduser())
+        if place in real:
+            raise ConfigError(f"nvme.paths names one file twice: {real[place]} and {path}")
+        real[place] = path
 
 
 def slab_bytes_for(budget_bytes: int) -> int:

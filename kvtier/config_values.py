@@ -184,6 +184,36 @@ class PathValue(Text):
 
 
 @dataclass(frozen=True, slots=True)
+class Paths:
+    """A list of paths; on the command line with commas between them."""
+
+    count_max: int
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f'{name} is {value!r}: it must be a list such as ["/dev/nvme1n1"]')
+        if len(value) > self.count_max:
+            raise ConfigError(
+                f"{name} has {len(value)} paths: it may have at most {self.count_max}"
+            )
+        kind = PathValue()
+        for path in value:
+            if kind.check(name, path) == "":
+                raise ConfigError(f"{name} has an empty path: leave it out")
+        return tuple(value)
+
+    def from_text(self, text: str) -> object:
+        return text.split(",") if text else []
+
+    def describe(self) -> str:
+        return f"a list of up to {self.count_max} paths"
+
+    def show(self, value: object) -> str:
+        assert isinstance(value, tuple)
+        return f"[{', '.join(repr(path) for path in value)}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Address:
     """A loopback address with a port, or "off": nothing listens beyond this node."""
 

@@ -54,6 +54,17 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"lease": {"seconds_max": "60"}}, "lease.seconds_max is '60': it must be a number"),
         ({"lease": {"seconds_max": math.nan}}, "lease.seconds_max is nan: it may be 1 to 3600"),
         ({"log": {"format": "xml"}}, "log.format is 'xml': it may be text, json"),
+        (
+            {"nvme": {"paths": "/dev/nvme1n1"}},
+            "nvme.paths is '/dev/nvme1n1': it must be a list such as [\"/dev/nvme1n1\"]",
+        ),
+        ({"nvme": {"paths": [1]}}, "nvme.paths is 1: it must be a text in quotes"),
+        ({"nvme": {"paths": [""]}}, "nvme.paths has an empty path: leave it out"),
+        (
+            {"nvme": {"paths": ["/p"] * 65}},
+            "nvme.paths has 65 paths: it may have at most 64",
+        ),
+        ({"nvme": {"table_seconds": 2}}, "nvme.table_seconds is 2.0: it may be 0.05 to 1"),
         ({"server": {"socket": 1}}, "server.socket is 1: it must be a text in quotes"),
         (
             {"grpc": {"tcp": "0.0.0.0:50051"}},
@@ -78,11 +89,27 @@ def test_mistake_is_one_line_that_names_the_option(tables: dict[str, object], li
         {"dram.slab_bytes": "64MiB", "dram.bytes": "32MiB"},
         {"dram.watermark_start": "0.5", "dram.watermark_stop": "0.9"},
         {"bytes": "64MiB"},
+        {"nvme.paths": "/pool/a,/pool/b,/pool/a"},
+        {"nvme.paths": "/pool/a,/pool/../pool/a"},
     ],
 )
 def test_options_that_contradict_each_other_are_refused(overrides: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         load(None, overrides)
+
+
+def test_one_file_by_two_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "pool")
+    with pytest.raises(ConfigError, match="one file twice"):
+        load(None, {"nvme.paths": f"{tmp_path / 'pool'},{tmp_path / 'link'}"})
+
+
+def test_paths_are_a_list_in_a_file_and_have_commas_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text('[nvme]\npaths = ["/pool/a", "/dev/disk/by-path/pci-0000:01:00.0"]\n')
+    assert load(file).nvme.paths == ("/pool/a", "/dev/disk/by-path/pci-0000:01:00.0")
+    assert load(file, {"nvme.paths": "/b,/c"}).nvme.paths == ("/b", "/c")
+    assert load(file, {"nvme.paths": ""}).nvme.paths == ()
 
 
 def test_broken_toml_and_missing_file_are_named(tmp_path: Path) -> None:
@@ -120,5 +147,5 @@ def test_sizes_are_shown_in_the_largest_unit_that_divides_them() -> None:
 
 def test_documentation_names_every_option() -> None:
     text = config.documentation()
-    for section in ("server", "dram", "lease", "grpc", "admin", "log"):
+    for section in ("server", "dram", "nvme", "lease", "grpc", "admin", "log"):
         assert f"## [{section}]" in text

@@ -3,12 +3,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvtier.core.segments import SegmentBook
+from kvtier.core.segments import SegmentBook, Slots
 from kvtier.layout import SegmentHeader, SlotLayout
-from kvtier.pools.segment_headers import HEADER, pack_headers, parse_header, sound_headers
-from kvtier.pools.slot_table import Slots
 
 SEGMENT_BYTES = 64 << 10
 ROWS = 32
@@ -33,16 +32,12 @@ def fill(book: SegmentBook, namespace: bytes, layout: SlotLayout, count: int) ->
     return reserved.slots
 
 
+def rows_of(*rows: int) -> npt.NDArray[np.int64]:
+    return np.array(rows, np.int64)
+
+
 def segments_of(slots: Slots) -> list[int]:
     return sorted({slot // ROWS for slot in slots.tolist()})
-
-
-def test_shards_lie_side_by_side_each_padded() -> None:
-    assert (LARGE.padded_shard_bytes, LARGE.slot_bytes, LARGE.payload_bytes) == (
-        12_288,
-        24_576,
-        18_000,
-    )
 
 
 def test_slots_are_given_from_the_start_of_a_segment_to_its_end() -> None:
@@ -161,7 +156,7 @@ def test_recovered_segments_go_on_where_they_stopped() -> None:
     old = SegmentHeader(2, A, SMALL, 16, sequence=5)
     new = SegmentHeader(0, A, SMALL, 16, sequence=9)
     empty = SegmentHeader(1, B, LARGE, 2, sequence=7)
-    book.adopt([(new, [0, 3]), (old, [15]), (empty, [])])
+    book.adopt([(new, rows_of(0, 3)), (old, rows_of(15)), (empty, rows_of())])
     assert book.check_invariants() == []
     assert book.ready_count == 3
     assert book.free_segment_count == 2
@@ -171,18 +166,30 @@ def test_recovered_segments_go_on_where_they_stopped() -> None:
     assert oldest.segment == 2
 
 
-def test_headers_are_packed_parsed_and_checked() -> None:
-    headers = [
-        SegmentHeader(0, A, SMALL, 16, sequence=1 << 40, key_id=3),
-        SegmentHeader(1, B, LARGE, 2, sequence=2),
-    ]
-    packed = pack_headers(headers, generation=7)
-    assert sound_headers(packed, 7).tolist() == [True, True]
-    assert [parse_header(row, number) for number, row in enumerate(packed)] == headers
-    assert sound_headers(packed, 8).tolist() == [False, False]
-    packed["sequence"][1] += 1
-    assert sound_headers(packed, 7).tolist() == [True, False]
-    assert sound_headers(np.zeros(2, HEADER), 0).tolist() == [False, False]
+@pytest.mark.parametrize("seed", range(20))
+def test_a_recovered_book_says_the_same_of_every_slot(seed: int) -> None:
+    chance = random.Random(seed)
+    before = make_book(segment_count=6, lane_count=2)
+    for namespace, layout in ((A, SMALL), (B, LARGE), (A, SMALL), (C, SMALL)):
+        slots = fill(before, namespace, layout, chance.randrange(1, 20))
+        before.void(np.array([one for one in slots.tolist() if chance.random() < 0.3], np.uint32))
+    numbers = [number for number in range(6) if len(before.ready_slots(number))]
+    rows = {number: before.ready_slots(number).astype(np.int64) % ROWS for number in numbers}
+    lives = [(before.header_of(number * ROWS), rows[number]) for number in numbers]
+    chance.shuffle(lives)
+    book = make_book(segment_count=6, lane_count=2)
+    book.take_sequences(1000)
+    book.adopt(lives)
+    assert book.check_invariants() == []
+    for number in range(6):
+        assert book.ready_slots(number).tolist() == before.ready_slots(number).tolist()
+    for number in numbers:
+        assert book.header_of(number * ROWS) == before.header_of(number * ROWS)
+    held = {slot for number in numbers for slot in before.ready_slots(number).tolist()}
+    for namespace in (A, C):
+        reserved = book.reserve(namespace, SMALL, 10)
+        held -= set(reserved.evicted.tolist())
+        assert not held & set(reserved.slots.tolist())
 
 
 @pytest.mark.parametrize("seed", range(20))

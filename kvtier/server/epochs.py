@@ -32,6 +32,7 @@ MAGIC = b"KVE1"
 # A namespace cleared once a minute fills it in three days; older epochs then can be drawn again
 # with a chance of one in four thousand million.
 REMEMBERED_MAX = 4096
+FINGERPRINT_BYTES = 16
 _HEAD = struct.Struct("<4s16sI")
 
 
@@ -53,6 +54,16 @@ class EpochStore:
         """A new epoch, durable when this returns."""
         with self._lock:
             return self._append(fingerprint, self._read(fingerprint))
+
+    def current_epochs(self) -> dict[bytes, int]:
+        """By fingerprint, of every namespace that has a readable record."""
+        found = {}
+        with self._lock:
+            for path in sorted(self._directory.glob("*.epoch")):
+                fingerprint = _fingerprint_of(path)
+                if fingerprint is not None and (epochs := self._read(fingerprint)):
+                    found[fingerprint] = epochs[-1]
+        return found
 
     def path_of(self, fingerprint: bytes) -> Path:
         return self._directory / f"{fingerprint.hex()}.epoch"
@@ -99,6 +110,15 @@ class EpochStore:
             temporary.unlink(missing_ok=True)
             raise
         _sync_directory(self._directory)
+
+
+def _fingerprint_of(path: Path) -> bytes | None:
+    """None for a file that is not one of ours."""
+    try:
+        fingerprint = bytes.fromhex(path.stem)
+    except ValueError:
+        return None
+    return fingerprint if len(fingerprint) == FINGERPRINT_BYTES else None
 
 
 def _sync_directory(directory: Path) -> None:

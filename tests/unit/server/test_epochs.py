@@ -68,3 +68,16 @@ def test_record_that_cannot_be_written_is_told_and_changes_nothing(tmp_path: Pat
     with pytest.raises(KVTierError, match="nothing was changed"):
         store.renew(FINGERPRINT)
     assert store.ensure(FINGERPRINT) == 7
+
+
+def test_current_epochs_are_those_of_every_readable_record(tmp_path: Path) -> None:
+    store = store_of(tmp_path, [7, 8, 9, 10])
+    assert store.current_epochs() == {}
+    store.ensure(FINGERPRINT)
+    store.renew(FINGERPRINT)
+    for other in (b"g" * 16, b"h" * 16):
+        store.ensure(other)
+    store.path_of(b"h" * 16).write_bytes(b"torn")
+    (tmp_path / "note.epoch").write_bytes(b"not ours")
+    (tmp_path / "abcd.epoch").write_bytes(b"nor this")
+    assert store_of(tmp_path, []).current_epochs() == {FINGERPRINT: 8, b"g" * 16: 9}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvtier.core.events import Clear, NamespaceOpened
 from kvtier.core.instructions import Cleared
 from kvtier.errors import BadRequest, LimitExceeded, UnknownNamespace
+from kvtier.layout import PAD_BYTES
 from kvtier.namespace import NamespaceSpec
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.epochs import EpochStore
@@ -43,6 +45,13 @@ def slot_stride(shard_bytes: int) -> int:
     return max(SLOT_BYTES_MIN, 1 << (shard_bytes - 1).bit_length())
 
 
+def padded_stride(shard_bytes: int) -> int:
+    """The same where blocks go to NVMe and come back: what a disk reads and writes, padding
+    included, lies inside the slot."""
+    unit_bytes = max(mmap.PAGESIZE, PAD_BYTES)
+    return -(-shard_bytes // unit_bytes) * unit_bytes
+
+
 class Namespaces:
     """Opens and clears namespaces; lives on the event loop, writes records in a thread."""
 
@@ -54,12 +63,15 @@ class Namespaces:
         slab_bytes: int,
         slab_count_max: int,
         count_max: int,
+        stride: Callable[[int], int] = slot_stride,
     ) -> None:
         self._core = core
         self._epochs = epochs
         self._slab_bytes = slab_bytes
         self._slab_count_max = slab_count_max
         self.count_max = count_max
+        self._stride = stride
+        self._on_opened: Callable[[OpenedNamespace], None] = lambda _: None
         self._by_id: dict[int, OpenedNamespace] = {}
         self._by_fingerprint: dict[bytes, OpenedNamespace] = {}
         # One opening or clearing at a time: the order of records is the order of events.
@@ -67,6 +79,13 @@ class Namespaces:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def opened(self) -> Iterable[OpenedNamespace]:
+        return list(self._by_id.values())
+
+    def tell_opened(self, to: Callable[[OpenedNamespace], None]) -> None:
+        """Call `to` with every namespace that is opened from now on, once the core knows it."""
+        self._on_opened = to
 
     def get(self, namespace: int) -> OpenedNamespace:
         """Raises UnknownNamespace."""
@@ -104,10 +123,13 @@ class Namespaces:
                     hash_bytes=spec.hash_bytes,
                     slot_bytes=opened.slot_bytes,
                     shard_count=spec.shard_count,
+                    shard_bytes=spec.shard_bytes,
+                    fingerprint=fingerprint,
                 )
             )
             self._by_id[opened.id] = opened
             self._by_fingerprint[fingerprint] = opened
+            self._on_opened(opened)
             return opened
 
     async def _clear(self, namespace: OpenedNamespace) -> Cleared:
@@ -123,7 +145,7 @@ class Namespaces:
                 f"{self.count_max} namespaces are open (server.namespaces_max): restart the "
                 "daemon, or raise the limit"
             )
-        slot_bytes = slot_stride(spec.shard_bytes)
+        slot_bytes = self._stride(spec.shard_bytes)
         if slot_bytes > self._slab_bytes:
             raise BadRequest(
                 f"a shard of {spec.shard_bytes} bytes does not fit into a slab of "

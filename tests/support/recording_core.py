@@ -1,0 +1,48 @@
+"""A manager that writes down what it is told; a core loop around it needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.stats import ManagerStats
+from kvtier.types import NamespaceId, PrefixMatch
+
+E = TypeVar("E")
+
+
+@dataclass
+class RecordingManager:
+    """Answers each event with what `answer` says; by default with nothing."""
+
+    events: list[ev.Event] = field(default_factory=list)
+    answer: Callable[[ev.Event], list[ins.Instruction]] = lambda _: []
+    recency: list[int] = field(default_factory=list)
+    counts: ManagerStats | None = None
+
+    def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
+        self.events.append(event)
+        return self.answer(event)
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch:
+        return PrefixMatch(0, 0)
+
+    def namespace_epoch(self, namespace: NamespaceId) -> int:
+        return 1
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def stats(self) -> ManagerStats:
+        assert self.counts is not None, "the test has set no counts"
+        return self.counts
+
+    def check_invariants(self) -> list[str]:
+        return []

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.layout import SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools.pool import SlabBinding
 from kvtier.pools.slabs import Slab
@@ -84,9 +85,14 @@ class DramPool:
 
     def views(self, slot: int) -> list[Bytes]:
         binding = self.binding(slot)
-        first = (int(slot) - binding.slot_first) * binding.slot_bytes
-        end = first + binding.shard_bytes
-        return [self._slabs[slab_id].mapping.array[first:end] for slab_id in binding.slabs]
+        return self._views(binding, slot, binding.shard_bytes)
+
+    def padded_views(self, slot: int) -> list[Bytes]:
+        """The views with the padding behind the payload, as a lower tier writes and fills them."""
+        binding = self.binding(slot)
+        length_bytes = SlotLayout(binding.shard_bytes, len(binding.slabs)).padded_shard_bytes
+        assert length_bytes <= binding.slot_bytes, "the padding would reach into the next slot"
+        return self._views(binding, slot, length_bytes)
 
     def write_reserved(self, slots: Slots, engine: EngineId | None) -> None:
         self._table.write_reserved(slots, engine)
@@ -109,8 +115,12 @@ class DramPool:
     def write_checksums(self, slots: Slots, checksums: npt.NDArray[np.uint64]) -> None:
         self._table.write_checksums(slots, checksums)
 
+    def checksums(self, slots: Slots) -> npt.NDArray[np.uint64]:
+        """The payloads' checksums as the table has them; 0 where none is computed."""
+        return self._table.checksums(slots)
+
     def stored_checksum(self, slot: int) -> int:
-        return int(self._table.checksums(np.array([slot], dtype=np.uint32))[0])
+        return int(self.checksums(np.array([slot], dtype=np.uint32))[0])
 
     def write_gone(self, slots: Slots) -> None:
         self._table.write_gone(slots)
@@ -139,3 +149,8 @@ class DramPool:
             if before.slot_first + before.slot_count > after.slot_first:
                 found.append(f"slab sets {before.slab_set} and {after.slab_set} overlap")
         return found
+
+    def _views(self, binding: SlabBinding, slot: int, length_bytes: int) -> list[Bytes]:
+        first = (int(slot) - binding.slot_first) * binding.slot_bytes
+        end = first + length_bytes
+        return [self._slabs[slab_id].mapping.array[first:end] for slab_id in binding.slabs]

@@ -49,6 +49,11 @@ class Pool(Protocol):
         """The slot's payload, one view a shard. Held only while the slot is pinned or reserved."""
         ...
 
+    def padded_views(self, slot: int) -> list[Bytes]:
+        """As `views`, with the padding up to PAD_BYTES behind each shard, which a lower tier writes
+        and fills along; AssertionError when the slot has no room for it."""
+        ...
+
     def write_reserved(self, slots: Slots, engine: EngineId | None) -> None:
         """Table: these slots are being filled by `engine` (None: by the daemon itself)."""
         ...
@@ -69,8 +74,12 @@ class Pool(Protocol):
         """Table: add the payload checksums to READY entries."""
         ...
 
+    def checksums(self, slots: Slots) -> npt.NDArray[np.uint64]:
+        """The payloads' checksums as the table has them; 0 where none is computed."""
+        ...
+
     def stored_checksum(self, slot: int) -> int:
-        """The payload's checksum as the table has it; 0 while it is not computed."""
+        """The same of one slot."""
         ...
 
     def write_gone(self, slots: Slots) -> None:

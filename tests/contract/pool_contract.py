@@ -18,6 +18,7 @@ FINGERPRINT = bytes(range(16))
 EPOCH = 77
 SHARD_COUNT = 2
 SHARD_BYTES = 5_000  # No multiple of a page: the rest of a slot is padding.
+PADDED_BYTES = 8_192
 ENGINE = EngineId(b"E" * 16)
 
 
@@ -54,6 +55,19 @@ class PoolContract(ABC):
         for slot in range(8):
             for shard, view in enumerate(pool.views(slot)):
                 assert (view == slot * SHARD_COUNT + shard).all()
+
+    def test_a_padded_view_is_the_payload_and_the_room_behind_it(self, pool: Pool) -> None:
+        for slot in range(8):
+            for shard, view in enumerate(pool.padded_views(slot)):
+                assert view.nbytes == PADDED_BYTES
+                view[:] = slot * SHARD_COUNT + shard
+        for slot in range(8):
+            padded = pool.padded_views(slot)
+            for shard, view in enumerate(pool.views(slot)):
+                assert (padded[shard] == slot * SHARD_COUNT + shard).all()
+                view[:] = 100 + shard
+                assert (padded[shard][:SHARD_BYTES] == 100 + shard).all()
+                assert (padded[shard][SHARD_BYTES:] == slot * SHARD_COUNT + shard).all()
 
     def test_a_new_table_holds_nothing(self, pool: Pool) -> None:
         found = self.recovered(pool)
@@ -101,6 +115,7 @@ class PoolContract(ABC):
         found = self.recovered(pool)
         assert found.ready["checksum"].tolist() == [0, 2**64 - 1]
         assert [pool.stored_checksum(slot) for slot in (0, 1, 2)] == [0, 2**64 - 1, 0]
+        assert pool.checksums(slots_of(1, 2, 0)).tolist() == [2**64 - 1, 0, 0]
         assert [bytes(one) for one in found.ready["hash"]] == hashes_of("a", "b")
 
     def test_a_checksum_that_comes_too_late_brings_nothing_back(self, pool: Pool) -> None:

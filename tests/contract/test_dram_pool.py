@@ -29,7 +29,14 @@ SLAB_BYTES = 2 << 20
 SLOT_BYTES = 8_192
 
 
-def bind_set(pool: DramPool, number: int, *, slot_first: int, slot_count: int) -> None:
+def bind_set(
+    pool: DramPool,
+    number: int,
+    *,
+    slot_first: int,
+    slot_count: int,
+    slot_bytes: int = SLOT_BYTES,
+) -> None:
     ids = [SlabId(10 * number + shard) for shard in range(SHARD_COUNT)]
     for slab_id in ids:
         pool.add_slab(populate_slab(slab_id, SLAB_BYTES, PageKind.BASE, clock=SystemClock()))
@@ -40,7 +47,7 @@ def bind_set(pool: DramPool, number: int, *, slot_first: int, slot_count: int) -
             fingerprint=FINGERPRINT,
             slot_first=slot_first,
             slot_count=slot_count,
-            slot_bytes=SLOT_BYTES,
+            slot_bytes=slot_bytes,
             shard_bytes=SHARD_BYTES,
         )
     )
@@ -93,6 +100,18 @@ def test_slot_numbers_of_a_dropped_set_are_never_given_again(pool: DramPool) -> 
         bind_set(pool, 3, slot_first=4, slot_count=4)
     bind_set(pool, 4, slot_first=8, slot_count=4)
     assert len(pool.views(8)) == SHARD_COUNT
+
+
+def test_padding_never_reaches_into_the_next_slot(pool: DramPool) -> None:
+    bind_set(pool, 3, slot_first=8, slot_count=4, slot_bytes=SHARD_BYTES + 1_000)
+    assert len(pool.views(9)) == SHARD_COUNT
+    with pytest.raises(AssertionError, match="the padding would reach into the next slot"):
+        pool.padded_views(9)
+
+
+def test_padded_views_begin_where_a_disk_can_read_into(pool: DramPool) -> None:
+    for slot in range(8):
+        assert not any(view.ctypes.data % 4096 for view in pool.padded_views(slot))
 
 
 def test_a_slab_is_bound_once(pool: DramPool) -> None:

@@ -61,13 +61,19 @@ class MemoryPool:
         self.generation = generation
         self._fingerprint = fingerprint
         self._payload_bytes = shard_bytes * shard_count
+        self._shard_bytes = shard_bytes
+        padded_bytes = -(-shard_bytes // 4096) * 4096
         self._slots = [
-            [np.zeros(shard_bytes, np.uint8) for _ in range(shard_count)] for _ in range(slot_count)
+            [np.zeros(padded_bytes, np.uint8) for _ in range(shard_count)]
+            for _ in range(slot_count)
         ]
         self._ready: dict[int, dict[str, int | bytes]] = {}
         self._entries: list[bytes] = [bytes(128)] * slot_count
 
     def views(self, slot: int) -> list[Bytes]:
+        return [shard[: self._shard_bytes] for shard in self._slots[slot]]
+
+    def padded_views(self, slot: int) -> list[Bytes]:
         return list(self._slots[slot])
 
     def write_reserved(self, slots: npt.NDArray[np.uint32], engine: EngineId | None) -> None:
@@ -95,6 +101,9 @@ class MemoryPool:
                 "sequence": sequence + offset,
             }
             self._pack_ready(slot)
+
+    def checksums(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        return np.array([self.stored_checksum(slot) for slot in slots.tolist()], np.uint64)
 
     def stored_checksum(self, slot: int) -> int:
         return int(self._ready[slot].get("checksum", 0)) if slot in self._ready else 0

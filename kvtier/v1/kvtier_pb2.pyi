@@ -377,12 +377,14 @@ class AcquireResponse(_message.Message):
     def __init__(self, pending: _Optional[_Union[AcquirePending, _Mapping]] = ..., ready: _Optional[_Union[AcquireReady, _Mapping]] = ...) -> None: ...
 
 class AcquirePending(_message.Message):
-    __slots__ = ("matched_count", "memory_count")
+    __slots__ = ("matched_count", "memory_count", "lease_id")
     MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     matched_count: int
     memory_count: int
-    def __init__(self, matched_count: _Optional[int] = ..., memory_count: _Optional[int] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, matched_count: _Optional[int] = ..., memory_count: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class AcquireReady(_message.Message):
     __slots__ = ("lease_id", "leased_count", "slots", "deadline_ns", "cut", "epoch", "tiers")

@@ -30,12 +30,13 @@ from kvtier.server.core_loop import CoreLoop, Effects
 from kvtier.server.epochs import EpochStore
 from kvtier.server.instance import raise_open_files
 from kvtier.server.lane import LaneListener
+from kvtier.server.leasing import Leasing
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import Namespaces
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.reporter import Limit, Reporter, open_fd_count
 from kvtier.server.security import Tokens
-from kvtier.server.servicer import EngineCalls
+from kvtier.server.servicer import EngineCalls, EngineFacts
 from kvtier.server.servicer_admin import AdminCalls
 from kvtier.server.servicer_data import DataCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
@@ -148,11 +149,13 @@ class _Builder:
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
+        self.leasing = Leasing(self.core, self.base.clock)
         self.calls = Calls(self.base, self.tokens, calls_max=config.grpc.calls_max)
         self.data = DataCalls(
             self.base,
             self.mover,
             self.watch,
+            self.leasing,
             puts_max=config.server.puts_max,
             lease_seconds_max=config.lease.seconds_max,
         )
@@ -208,6 +211,7 @@ class _Builder:
             ins.WithdrawSlab: slabs.on_withdraw,
             ins.DropSlabs: slabs.on_drop,
             ins.ComputeChecksums: self.mover.on_compute_checksums,
+            ins.LeaseReady: self.leasing.on_ready,
             ins.RequestQuiet: sessions.on_request_quiet,
             ins.AcknowledgeQuiet: sessions.on_acknowledge_quiet,
             ins.RecallSlots: sessions.on_recall_slots,
@@ -230,15 +234,15 @@ class _Builder:
 
     def _handlers(self) -> Handlers:
         handlers = Handlers()
-        EngineCalls(
-            self.base,
-            self.sessions,
-            self.watch,
+        facts = EngineFacts(
             generation=self.plan.generation,
             tenant=self.config.server.tenant,
-        ).add_to(handlers)
+            wait_seconds_max=self.config.lease.wait_seconds_max,
+        )
+        engines = EngineCalls(self.base, self.sessions, self.watch, self.leasing, facts)
+        engines.add_to(handlers)
         self.data.add_to(handlers)
-        AdminCalls(self.base, self.reporter, self._check_shell).add_to(handlers)
+        AdminCalls(self.base, self.reporter, self.leasing, self._check_shell).add_to(handlers)
         return handlers
 
     def _server(self, handlers: Handlers) -> tuple[grpc.aio.Server, str]:

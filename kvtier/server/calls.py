@@ -187,13 +187,15 @@ def _text_of(error: KVTierError) -> str:
 
 
 def _once(handler: Streaming) -> Unary:
-    """A streaming handler that sends exactly one message, as one that returns it."""
+    """A streaming handler that sends one final message, as one that returns it."""
 
     async def call(request: Message, caller: Caller | None) -> Message:
         sent: list[Message] = []
 
         async def send(message: Message) -> None:
-            sent.append(message)
+            is_pending = isinstance(message, pb.AcquireResponse) and message.HasField("pending")
+            if not is_pending:
+                sent.append(message)
 
         await handler(request, caller, send)
         assert len(sent) == 1, "a call by the lane has one answer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -11,9 +12,10 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
-from kvtier.errors import BadRequest, KVTierError
+from kvtier.errors import BadRequest
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
+from kvtier.server.leasing import Leasing
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.security import Caller
 from kvtier.server.sessions import Sessions
@@ -43,6 +45,15 @@ RELEASE_LEASES_MAX = 4096  # More, unknown ones included, would hold the loop up
 TURN_KIND_CHARS_MAX = 32
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change in the daemon's life."""
+
+    generation: int
+    tenant: str
+    wait_seconds_max: float
+
+
 class EngineCalls:
     """Each method is one RPC; who may call it was checked before (calls.py)."""
 
@@ -51,18 +62,17 @@ class EngineCalls:
         base: Base,
         sessions: Sessions,
         watch: WatchHub,
-        *,
-        generation: int,
-        tenant: str,
+        leasing: Leasing,
+        facts: EngineFacts,
     ) -> None:
         self._core = base.core
         self._namespaces = base.namespaces
         self._sessions = sessions
         self._watch = watch
+        self._leasing = leasing
         self._clock = base.clock
         self._metrics = base.metrics
-        self._generation = generation
-        self._tenant = tenant
+        self._facts = facts
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -82,7 +92,7 @@ class EngineCalls:
         self._sessions.require_room()
         opened: OpenedNamespace | None = None
         if request.HasField("spec"):
-            opened = await self._namespaces.open(spec_from(request.spec, self._tenant))
+            opened = await self._namespaces.open(spec_from(request.spec, self._facts.tenant))
         caller = self._sessions.greet()
         if opened is not None:
             self._core.post(ev.NamespaceJoined(caller.session, opened.id))
@@ -90,7 +100,7 @@ class EngineCalls:
             protocol=PROTOCOL_VERSION,
             daemon_version=VERSION,
             token=caller.token,
-            generation=self._generation,
+            generation=self._facts.generation,
             namespace_id=opened.id if opened else 0,
             fingerprint=opened.fingerprint if opened else b"",
             epoch=self._core.namespace_epoch(opened.id) if opened else 0,
@@ -115,19 +125,27 @@ class EngineCalls:
     # ---------------------------------------------------------------------------------- leases
 
     async def acquire(self, request: pb.AcquireRequest, caller: Caller, send: Send) -> None:
-        """In memory already: one `ready`. Cancelled before that is sent, the lease ends."""
+        """One `ready`, before it a `pending` if blocks must be promoted. Cancelled before `ready`
+        is sent, the lease ends."""
         namespace, hashes = self._hashes_of(request)
         if request.skip_count > len(hashes):
             raise BadRequest(f"skip_count is {request.skip_count} of {len(hashes)} hashes")
-        deadline = request.deadline_ns / 1e9
-        if deadline <= self._clock.now():
+        deadline, now = request.deadline_ns / 1e9, self._clock.now()
+        granted = None
+        if deadline > now:
+            event = ev.Acquire(
+                session=caller.session,
+                namespace=namespace.id,
+                hashes=hashes,
+                deadline=deadline,
+                skip_count=request.skip_count,
+                wait_until=self._wait_until(request.wait_ms, now, deadline),
+            )
+            granted = await self._leasing.acquire(event, partial(_send_pending, send))
+        if granted is None:
             self._note_acquire(len(hashes), Cut.DEADLINE, ())
             await send(self._late(namespace, request))
             return
-        event = ev.Acquire(caller.session, namespace.id, hashes, deadline, request.skip_count)
-        undo = partial(self._release_unsent, caller.session)
-        granted = await self._core.run(event, if_abandoned=undo)
-        assert isinstance(granted, ins.LeaseGranted), "Acquire has one kind of reply"
         self._note_acquire(len(hashes), granted.cut, granted.tiers)
         ready = pb.AcquireReady(
             lease_id=granted.lease or 0,
@@ -141,7 +159,7 @@ class EngineCalls:
         try:
             await send(pb.AcquireResponse(ready=ready))
         except BaseException:
-            undo(granted)
+            self._leasing.release(caller.session, granted)
             raise
 
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
@@ -230,14 +248,11 @@ class EngineCalls:
         )
         return pb.AcquireResponse(ready=ready)
 
-    def _release_unsent(self, session: SessionId, reply: ins.Reply | None) -> None:
-        assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
-        if reply.lease is None:
-            return
-        try:
-            self._core.post(ev.Release(session, (reply.lease,)))
-        except KVTierError:
-            return  # The session is over: its leases end by the rules for that.
+    def _wait_until(self, wait_ms: int, now: float, deadline: float) -> float:
+        """0 for who takes what is in memory now."""
+        if not wait_ms:
+            return 0.0
+        return min(now + min(wait_ms / 1e3, self._facts.wait_seconds_max), deadline)
 
     def _token_ids(
         self, request: pb.CommitRequest, namespace: OpenedNamespace, hashes: PackedHashes
@@ -257,6 +272,11 @@ class EngineCalls:
             one: request.token_ids[place * size : place * size + size]
             for place, one in enumerate(hashes)
         }
+
+
+async def _send_pending(send: Send, reply: ins.LeasePending) -> None:
+    pending = pb.AcquirePending(matched_count=reply.matched_count, memory_count=reply.memory_count)
+    await send(pb.AcquireResponse(pending=pending))
 
 
 def _check_count(name: str, count: int, count_max: int) -> None:

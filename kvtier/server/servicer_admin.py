@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 from kvtier.core import events as ev
@@ -12,12 +11,12 @@ from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers
-from kvtier.server.core_loop import CoreLoop
+from kvtier.server.leasing import WAIT_SECONDS, Leasing
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.reporter import Reporter
 from kvtier.server.security import Caller
 from kvtier.server.wire import check_packed
-from kvtier.types import PackedHashes
+from kvtier.types import Cut, PackedHashes
 from kvtier.v1 import kvtier_pb2 as pb
 
 PIN_MS_MAX = 24 * 3600 * 1000
@@ -30,11 +29,13 @@ class AdminCalls:
         self,
         base: Base,
         reporter: Reporter,
+        leasing: Leasing,
         check_pool: Callable[[], list[str]],
     ) -> None:
         self._core = base.core
         self._namespaces = base.namespaces
         self._reporter = reporter
+        self._leasing = leasing
         self._clock = base.clock
         self._check_pool = check_pool
 
@@ -59,12 +60,14 @@ class AdminCalls:
         namespace, hashes = self._hashes_of(request)
         if not 1 <= request.hold_ms <= PIN_MS_MAX:
             raise BadRequest(f"hold_ms is {request.hold_ms}: pin for 1 ms to a day")
-        deadline = self._clock.now() + request.hold_ms / 1e3
-        reply = await self._core.run(
-            ev.Acquire(DAEMON_SESSION, namespace.id, hashes, deadline),
-            if_abandoned=partial(_release, self._core),
+        now = self._clock.now()
+        deadline = now + request.hold_ms / 1e3
+        wait_until = min(now + WAIT_SECONDS, deadline)
+        reply = await self._leasing.acquire(
+            ev.Acquire(DAEMON_SESSION, namespace.id, hashes, deadline, wait_until=wait_until)
         )
-        assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
+        if reply is None:
+            return pb.PinResponse(cut=cast("pb.Cut", int(Cut.DEADLINE)))
         return pb.PinResponse(
             lease_id=reply.lease or 0,
             pinned_count=reply.leased_count,
@@ -103,9 +106,3 @@ class AdminCalls:
         namespace = self._namespaces.get(request.namespace_id)
         check_packed(request.hashes, namespace.spec.hash_bytes)
         return namespace, PackedHashes(request.hashes, namespace.spec.hash_bytes)
-
-
-def _release(core: CoreLoop, reply: ins.Reply | None) -> None:
-    assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
-    if reply.lease is not None:
-        core.post(ev.Release(DAEMON_SESSION, (reply.lease,)))

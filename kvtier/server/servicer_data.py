@@ -21,12 +21,13 @@ from kvtier.errors import BadRequest, CorruptReplica, LimitExceeded, Unavailable
 from kvtier.io.copy import PIECE_BYTES_MAX
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
+from kvtier.server.leasing import WAIT_SECONDS, Leasing
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.security import Caller
 from kvtier.server.watch import WatchHub
 from kvtier.server.wire import check_packed
-from kvtier.types import BlockHash, CommitOutcome, LeaseId, PackedHashes
+from kvtier.types import BlockHash, CommitOutcome, PackedHashes
 from kvtier.v1 import kvtier_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class DataCalls:
         base: Base,
         mover: Mover,
         watch: WatchHub,
+        leasing: Leasing,
         *,
         puts_max: int,
         lease_seconds_max: float,
@@ -77,6 +79,7 @@ class DataCalls:
         self._namespaces = base.namespaces
         self._mover = mover
         self._watch = watch
+        self._leasing = leasing
         self._clock = base.clock
         self._metrics = base.metrics
         self.puts_max = puts_max
@@ -231,11 +234,18 @@ class DataCalls:
     ) -> bool:
         """Send the blocks from `start` on; False at the first gap."""
         deadline = self._clock.now() + self._lease_seconds_max
-        reply = await self._core.run(
-            ev.Acquire(DAEMON_SESSION, namespace.id, hashes, deadline, start),
-            if_abandoned=self._release,
+        reply = await self._leasing.acquire(
+            ev.Acquire(
+                session=DAEMON_SESSION,
+                namespace=namespace.id,
+                hashes=hashes,
+                deadline=deadline,
+                skip_count=start,
+                wait_until=min(self._clock.now() + WAIT_SECONDS, deadline),
+            )
         )
-        assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
+        if reply is None:
+            return False
         try:
             for place, slot in enumerate(reply.slots.tolist()):
                 try:
@@ -258,13 +268,8 @@ class DataCalls:
                     offset += len(piece)
                 self._metrics.by_value_bytes.labels("get").inc(offset)
         finally:
-            self._release(reply)
+            self._leasing.release(DAEMON_SESSION, reply)
         return reply.leased_count == len(hashes)
-
-    def _release(self, reply: ins.Reply | None) -> None:
-        assert isinstance(reply, ins.LeaseGranted), "Acquire has one kind of reply"
-        if reply.lease is not None:
-            self._core.post(ev.Release(DAEMON_SESSION, (LeaseId(reply.lease),)))
 
     # ----------------------------------------------------------------------------------- watch
 

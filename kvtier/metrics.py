@@ -55,6 +55,9 @@ SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]
 SESSION_STATES = ["live", "lost", "ended", "dead"]
 BLOCK_CALLS = ("match", "acquire", "get")
 DIRECTIONS = ("put", "get")
+TRANSFERS = ("demote", "promote")
+TRANSFER_OUTCOMES = ("done", "corrupt", "failed", "refused")
+NVME_STATES = ("absent", "recovering", "on", "read_only", "off")
 OUTCOMES = [
     "ok",
     "cancelled",
@@ -84,6 +87,7 @@ FRAME_ERRORS = [
     "other",
 ]
 TIERS = tuple(str(tier) for tier in TierName)
+BUILT_TIERS = (str(TierName.DRAM), str(TierName.NVME))
 
 _SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
 _SLICE_SECONDS_MAX = 0.005
@@ -106,9 +110,12 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # Three lines a counter less.
         self.registry = CollectorRegistry(auto_describe=False)
         self.declared: list[Declared] = []
+        self._followed: dict[Counter, int] = {}
         self._declare_blocks()
         self._declare_calls()
         self._declare_state()
+        self._declare_transfers()
+        self._declare_nvme()
 
     def _declare_blocks(self) -> None:
         calls = {"call": BLOCK_CALLS}
@@ -187,10 +194,10 @@ class Metrics:
         )
 
     def _declare_state(self) -> None:
-        tier = {"tier": (str(TierName.DRAM),)}
+        tier = {"tier": BUILT_TIERS}
         self.tier_budget_bytes = self._gauge("kvtier_tier_budget_bytes", "Budget.", tier)
         self.tier_populated_bytes = self._gauge(
-            "kvtier_tier_populated_bytes", "Memory whose pages exist.", tier
+            "kvtier_tier_populated_bytes", "Of these, memory whose pages exist, or disk.", tier
         )
         self.tier_slots = self._gauge(
             "kvtier_tier_slots",
@@ -198,10 +205,14 @@ class Metrics:
             {**tier, "state": SLOT_STATES},
         )
         self.resident_blocks = self._gauge(
-            "kvtier_resident_blocks", "Resident blocks of all namespaces.", {}
+            "kvtier_resident_blocks", "Resident blocks of all namespaces, each once.", {}
         )
-        self._evicted_blocks = self._counter("kvtier_evicted_blocks_total", "Blocks evicted.", {})
-        self._evicted_count = 0
+        self.tier_blocks = self._gauge(
+            "kvtier_tier_blocks", "Blocks that have a replica in the tier.", tier
+        )
+        self._evicted_blocks = self._counter(
+            "kvtier_evicted_blocks_total", "Blocks evicted from memory.", {}
+        )
         self.sessions = self._gauge(
             "kvtier_sessions", "Sessions by state.", {"state": SESSION_STATES}
         )
@@ -220,6 +231,82 @@ class Metrics:
         self.limit_max = self._gauge("kvtier_limit_max", "The limit itself.", {"limit": LIMITS})
         self.draining = self._gauge("kvtier_draining", "1 while new work is refused.", {})
         self.uptime_seconds = self._gauge("kvtier_uptime_seconds", "Time since start.", {})
+
+    def _declare_transfers(self) -> None:
+        direction = {"direction": TRANSFERS}
+        self.transferred_blocks = self._counter(
+            "kvtier_transferred_blocks_total",
+            "Blocks moved between tiers, by outcome. corrupt: when demoted, somebody wrote into "
+            "memory that was committed; when promoted, the disk gave other bytes than it got, as "
+            "after a power cut.",
+            {**direction, "outcome": TRANSFER_OUTCOMES},
+        )
+        seconds = self._histogram(
+            "kvtier_transfer_seconds", "Time of one batch, from asked for to returned.", direction
+        )
+        self.transfer_seconds = {one: seconds.labels(one) for one in TRANSFERS}
+        self.transfer_blocks = self._gauge(
+            "kvtier_transfer_blocks", "Blocks under way between tiers.", direction
+        )
+        self.demote_waiting_blocks = self._gauge(
+            "kvtier_demote_waiting_blocks", "Blocks that may go down and have not begun to.", {}
+        )
+
+    def _declare_nvme(self) -> None:
+        self.nvme_state = self._gauge(
+            "kvtier_nvme_state",
+            "1 for the state that the NVMe tier is in: read_only after an error of a disk, off "
+            "when one is gone or its slot table cannot be read.",
+            {"state": NVME_STATES},
+        )
+        self.nvme_written_bytes = self._counter(
+            "kvtier_nvme_written_bytes_total", "Written to NVMe.", {"content": ("blocks", "table")}
+        )
+        self.nvme_read_bytes = self._counter(
+            "kvtier_nvme_read_bytes_total", "Blocks read from NVMe.", {}
+        )
+        self.nvme_queue_transfers = self._gauge(
+            "kvtier_nvme_queue_transfers", "Reads and writes that wait for a thread.", {}
+        )
+        self.nvme_segments = self._gauge(
+            "kvtier_nvme_segments", "Segments by state.", {"state": ("free", "bound")}
+        )
+        self.nvme_reused_segments = self._counter(
+            "kvtier_nvme_reused_segments_total", "Segments begun anew.", {}
+        )
+        self.nvme_dropped_blocks = self._counter(
+            "kvtier_nvme_dropped_blocks_total", "Blocks lost to the reuse of their segment.", {}
+        )
+        self.nvme_reinserted_blocks = self._counter(
+            "kvtier_nvme_reinserted_blocks_total",
+            "Blocks written again before their segment was reused, since they were used.",
+            {},
+        )
+        self.nvme_recovered_blocks = self._gauge(
+            "kvtier_nvme_recovered_blocks", "Blocks that the pool held at start.", {}
+        )
+        self.nvme_recovery_seconds = self._gauge(
+            "kvtier_nvme_recovery_seconds", "Time to read the slot table at start.", {}
+        )
+        self.nvme_write_budget_bytes = self._gauge(
+            "kvtier_nvme_write_budget_bytes",
+            "What may be written down now (nvme.write_bytes_per_hour).",
+            {},
+        )
+        self.nvme_day_written_bytes = self._gauge(
+            "kvtier_nvme_day_written_bytes",
+            "Written in the last 24 hours, as far as this daemon has lived.",
+            {},
+        )
+        self.nvme_day_endurance_bytes = self._gauge(
+            "kvtier_nvme_day_endurance_bytes", "nvme.endurance_bytes_per_day.", {}
+        )
+        self.nvme_hit_written_bytes = self._gauge(
+            "kvtier_nvme_hit_written_bytes",
+            "Written since start for each block leased from NVMe (acquire, get): the price of a "
+            "hit. 0 before the first.",
+            {},
+        )
 
     # ----------------------------------------------------------------------------- taking note
 
@@ -252,8 +339,18 @@ class Metrics:
 
     def note_evicted(self, evicted_count: int) -> None:
         """The core's count since start."""
-        self._evicted_blocks.inc(evicted_count - self._evicted_count)
-        self._evicted_count = evicted_count
+        self._follow(self._evicted_blocks, evicted_count)
+
+    def note_reuse(self, *, reused_count: int, dropped_count: int, reinserted_count: int) -> None:
+        """Likewise."""
+        self._follow(self.nvme_reused_segments, reused_count)
+        self._follow(self.nvme_dropped_blocks, dropped_count)
+        self._follow(self.nvme_reinserted_blocks, reinserted_count)
+
+    def hit_count(self, call: str, tier: TierName) -> int:
+        """Blocks hit since start."""
+        samples = [one for family in self._hits[call, tier].collect() for one in family.samples]
+        return int(sum(one.value for one in samples if one.name.endswith("_total")))
 
     def text(self) -> bytes:
         """What /metrics answers."""
@@ -269,6 +366,11 @@ class Metrics:
         return found
 
     # --------------------------------------------------------------------------------- helpers
+
+    def _follow(self, counter: Counter, count: int) -> None:
+        """Bring the counter to a count that somebody else keeps."""
+        counter.inc(count - self._followed.get(counter, 0))
+        self._followed[counter] = count
 
     def _counter(
         self, name: str, text: str, labels: Mapping[str, Sequence[str]], *, prefill: bool = True

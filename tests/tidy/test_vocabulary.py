@@ -16,10 +16,11 @@ from tests.tidy.sources import PACKAGE, ROOT, has_remark, place, python_files, t
 VOCABULARY = ROOT / "docs" / "vocabulary.md"
 PROTOCOL = ROOT / "proto" / "kvtier" / "v1" / "kvtier.proto"
 METRIC_NAME = re.compile(r"kvtier_[a-z0-9]+(_[a-z0-9]+)+")
-# What is counted may stand for the unit; a limit is given as `_used` of `_max`.
+# What is counted may stand for the unit; a limit is given as `_used` of `_max`; a `_state` is 1 for
+# one label.
 METRIC_UNITS = {
-    *("bytes", "seconds", "ratio", "total", "count", "info", "used", "max"),
-    *("blocks", "slots", "slabs", "sessions", "leases", "transfers"),
+    *("bytes", "seconds", "ratio", "total", "count", "info", "used", "max", "state"),
+    *("blocks", "slots", "slabs", "segments", "sessions", "leases", "transfers"),
 }
 
 

@@ -20,6 +20,26 @@ def test_hits_and_misses_add_up_to_blocks_asked_for() -> None:
     assert found['kvtier_miss_blocks_total{call="match"}'] == 8
 
 
+def test_hits_of_one_tier_are_told_by_call() -> None:
+    metrics = Metrics()
+    metrics.note_blocks("acquire", 10, [(TierName.DRAM, 6), (TierName.NVME, 3)])
+    metrics.note_blocks("match", 10, [(TierName.NVME, 9)])
+    assert metrics.hit_count("acquire", TierName.NVME) == 3
+    assert metrics.hit_count("get", TierName.NVME) == 0
+
+
+def test_counts_that_others_keep_are_followed() -> None:
+    metrics = Metrics()
+    for count in (2, 2, 5):
+        metrics.note_evicted(count)
+        metrics.note_reuse(reused_count=count, dropped_count=10 * count, reinserted_count=0)
+    found = metrics.samples()
+    assert found["kvtier_evicted_blocks_total"] == 5
+    assert found["kvtier_nvme_reused_segments_total"] == 5
+    assert found["kvtier_nvme_dropped_blocks_total"] == 50
+    assert found["kvtier_nvme_reinserted_blocks_total"] == 0
+
+
 def test_more_hits_than_blocks_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError):
         Metrics().note_blocks("get", 1, [(TierName.DRAM, 2)])

@@ -84,21 +84,20 @@ class AsyncClient(ClientBase):
             skip_count=skip_count,
             timeout_seconds=timeout_seconds,
         )
-        if wait_seconds == 0:  # Exactly one message, then: read it as the cheaper unary call.
-            lease = await self._unary(plan)
-            if lease is not None:
-                return lease
-        else:
-            with self._reported(plan):
-                stream = self._rpc_of(plan.session).answer_stream(plan.call)(
-                    plan.request, timeout=plan.timeout_seconds
-                )
-                async for answer in stream:
-                    lease = plan.parse(answer)
-                    if lease is not None:
-                        return lease
-        self._link.missed(plan.session, plan.call.changes_state)
-        raise Unavailable("the daemon ended an acquire without an answer")
+        rpc, answers = self._rpc_of(plan.session), plan.answers
+        with self._acquiring(plan):
+            if wait_seconds == 0:  # Exactly one message, then: read it as the cheaper unary call.
+                call = rpc.unary(plan.call)
+                answers.add(await call(plan.request, timeout=plan.timeout_seconds))
+            else:
+                stream = rpc.answer_stream(plan.call)(plan.request, timeout=plan.timeout_seconds)
+                try:
+                    async for answer in stream:
+                        answers.add(answer)
+                finally:
+                    stream.cancel()
+        assert answers.lease is not None, "the bracket raises without one"
+        return answers.lease
 
     async def release(self, leases: Sequence[Lease]) -> int:
         plan = self._plans.release(leases)

@@ -15,7 +15,7 @@ from kvtier.client.doors import Door, Identity
 from kvtier.client.forks import check_not_forked, watch_forks
 from kvtier.client.greet_door import GreetDoor
 from kvtier.client.link import Link, QuietHandler, RecallHandler
-from kvtier.client.plans import AnyPlan, Plans
+from kvtier.client.plans import AcquirePlan, AnyPlan, Plans
 from kvtier.client.session import SessionKeeper, Waker
 from kvtier.client.settings import ClientSettings
 from kvtier.client.socket_door import SocketDoor
@@ -111,6 +111,9 @@ class ClientBase:
     def _reported(self, plan: AnyPlan) -> Reported:
         return Reported(self._link, plan)
 
+    def _acquiring(self, plan: AcquirePlan) -> Acquiring:
+        return Acquiring(self._link, plan)
+
     def _close_link(self) -> None:
         if os.getpid() != self._owner_pid:
             return  # A forked child: what it inherited is closed already.
@@ -123,7 +126,40 @@ class ClientBase:
 class Reported:
     """Bracket around the waiting part of a call: names what it raises, tells the breaker."""
 
-    def __init__(self, link: Link, plan: AnyPlan) -> None:
+    def __init__(self, link: Link, plan: AnyPlan, *, changes_state: bool | None = None) -> None:
+        """`changes_state`: when it is known better than by the call."""
+        self._link = link
+        self._session = plan.session
+        self._changes_state = plan.call.changes_state if changes_state is None else changes_state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        session, changes_state = self._session, self._changes_state
+        if isinstance(error, grpc.RpcError):
+            raise self._link.failed(session, changes_state, error.code(), error.details()) from None
+        if isinstance(error, ValueError) and "closed channel" in str(error):
+            raise Unavailable("the session was replaced during the call") from None
+        if error is not None and not isinstance(error, KVTierError):
+            # Interrupted or cancelled in the middle: nobody knows what the call did.
+            self._link.missed(session, changes_state)
+
+
+class Acquiring:
+    """Bracket around the waiting part of an acquire: a lease that nobody will hear of is released.
+
+    The daemon ends the lease of a call that is cancelled before its answer was sent; whether it was
+    sent is what we cannot know. So a lease whose name has come is released by name, and the session
+    goes on; without a name only a new session tells what is ours, as after every lost change.
+    """
+
+    def __init__(self, link: Link, plan: AcquirePlan) -> None:
         self._link = link
         self._plan = plan
 
@@ -136,14 +172,28 @@ class Reported:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        session, changes_state = self._plan.session, self._plan.call.changes_state
-        if isinstance(error, grpc.RpcError):
-            raise self._link.failed(session, changes_state, error.code(), error.details()) from None
-        if isinstance(error, ValueError) and "closed channel" in str(error):
-            raise Unavailable("the session was replaced during the call") from None
-        if error is not None and not isinstance(error, KVTierError):
-            # Interrupted or cancelled in the middle: nobody knows what the call did.
-            self._link.missed(session, changes_state)
+        session, answers = self._plan.session, self._plan.answers
+        if error is None and answers.lease is not None:
+            return
+        lease_id = answers.lease_id
+        if lease_id is not None:
+            # Also when the answer is here, but the call ended badly: it may have been taken back.
+            self._link.release_unheard(session, lease_id)
+        if error is None:
+            if lease_id is None:
+                self._link.missed(session, changes_state=True)
+            raise Unavailable("the daemon ended an acquire without an answer")
+        if lease_id is None:
+            Reported(self._link, self._plan).__exit__(kind, error, traceback)
+        elif isinstance(error, grpc.RpcError | ValueError) and not _is_overdue(error):
+            Reported(self._link, self._plan, changes_state=False).__exit__(kind, error, traceback)
+        elif isinstance(error, grpc.RpcError):
+            # Nothing against the daemon yet: it has answered once, and the release will tell.
+            raise Unavailable("the daemon did not end a wait in time") from None
+
+
+def _is_overdue(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def _check_identity(identity: Identity) -> None:

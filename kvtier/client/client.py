@@ -76,6 +76,7 @@ class Client(ClientBase):
         """Lease the longest resident prefix and have it in memory.
 
         `wait_seconds`: how long promotion from lower tiers may take, beyond the call's deadline.
+        0 takes what is in memory now. Other calls of this client are not held up meanwhile.
         `skip_count`: leading blocks the engine has itself; their slots are not told.
         """
         plan = self._plans.acquire(
@@ -86,24 +87,19 @@ class Client(ClientBase):
             skip_count=skip_count,
             timeout_seconds=timeout_seconds,
         )
-        lease: Lease | None = None
-        if wait_seconds == 0:  # Exactly one message, then: read it as the cheaper unary call.
-            lease = self._unary(plan)
-        else:
-            with self._reported(plan):
-                stream = plan.session.rpc.answer_stream(plan.call)(
-                    plan.request, timeout=plan.timeout_seconds
-                )
+        rpc, answers = plan.session.rpc, plan.answers
+        with self._acquiring(plan):
+            if wait_seconds == 0:  # Exactly one message, then: read it as the cheaper unary call.
+                answers.add(rpc.unary(plan.call)(plan.request, timeout=plan.timeout_seconds))
+            else:
+                stream = rpc.answer_stream(plan.call)(plan.request, timeout=plan.timeout_seconds)
                 try:
-                    for answer in stream:
-                        lease = plan.parse(answer) or lease
-                except grpc.RpcError:
-                    if lease is None:
-                        raise
-        if lease is not None:
-            return lease
-        self._link.missed(plan.session, plan.call.changes_state)
-        raise Unavailable("the daemon ended an acquire without an answer")
+                    for answer in stream:  # To its end: before that the lease may be taken back.
+                        answers.add(answer)
+                finally:
+                    cancel(stream)
+        assert answers.lease is not None, "the bracket raises without one"
+        return answers.lease
 
     def release(self, leases: Sequence[Lease]) -> int:
         """How many leases this ended; those of lost sessions end without us."""

@@ -132,6 +132,23 @@ def lease_of(ready: pb.AcquireReady, session: SessionRef) -> Lease:
     )
 
 
+class AcquireAnswers:
+    """The messages of one acquire: `pending` while blocks are promoted, then one `ready`."""
+
+    def __init__(self, session: SessionRef) -> None:
+        self.lease: Lease | None = None
+        # Of the lease granted or waited for: Release ends it, whether its answer came or not.
+        self.lease_id: int | None = None
+        self._session = session
+
+    def add(self, answer: pb.AcquireResponse) -> None:
+        if answer.WhichOneof("outcome") == "ready":
+            self.lease = lease_of(answer.ready, self._session)
+            self.lease_id = self.lease.lease_id
+        else:
+            self.lease_id = answer.pending.lease_id or None
+
+
 def pin_of(answer: pb.PinResponse, session: SessionRef, deadline_ns: int, epoch: int) -> Lease:
     """A pin is a lease without slots."""
     return Lease(

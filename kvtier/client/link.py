@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from kvtier.client import codec
+from kvtier.client import calls, codec
 from kvtier.client.arena import ArenaTable
 from kvtier.client.breaker import BreakerEvent, BreakerState, next_breaker_state
 from kvtier.client.callbacks import Callbacks
@@ -30,6 +30,7 @@ from kvtier.client.values import Namespace, NamespaceState, SessionRef
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError, LimitExceeded, Unauthenticated, Unavailable
 from kvtier.namespace import NamespaceSpec
+from kvtier.v1 import kvtier_pb2 as pb
 
 logger = logging.getLogger("kvtier.client")
 
@@ -113,6 +114,10 @@ class Link:
         """A call got no answer; with `changes_state` nobody knows what it did."""
         event = BreakerEvent.EFFECT_UNKNOWN if changes_state else BreakerEvent.UNANSWERED
         self._move(session, event)
+
+    def release_unheard(self, session: OpenSession, lease_id: int) -> None:
+        """End a lease whose call ended without us; not in this thread, whose time is over."""
+        self.callbacks.submit(lambda: self._release(session, lease_id))
 
     # ------------------------------------------------------------------------------- for the faces
 
@@ -308,6 +313,15 @@ class Link:
         return True
 
     # ------------------------------------------------------------------------------------ helpers
+
+    def _release(self, session: OpenSession, lease_id: int) -> None:
+        request = pb.ReleaseRequest(token=session.token, lease_ids=[lease_id])
+        try:
+            session.rpc.unary(calls.RELEASE)(request, timeout=self.settings.timeout_seconds)
+        except grpc.RpcError as error:
+            self.failed(session, True, error.code(), error.details())
+        except ValueError:
+            return  # gRPC's word for a channel that was closed with its session.
 
     def _move(self, session: OpenSession, event: BreakerEvent) -> None:
         with self._changed:

@@ -75,6 +75,17 @@ class GetPlan:
     call: Call[pb.GetRequest, pb.GetResponse] = calls.GET
 
 
+@dataclass(frozen=True, slots=True)
+class AcquirePlan:
+    """An acquire: its answers are gathered while it waits."""
+
+    request: pb.AcquireRequest
+    timeout_seconds: float
+    session: OpenSession
+    answers: codec.AcquireAnswers
+    call: Call[pb.AcquireRequest, pb.AcquireResponse] = calls.ACQUIRE
+
+
 class AnyPlan(Protocol):
     """What a failed call is reported with."""
 
@@ -115,8 +126,8 @@ class Plans:
         wait_seconds: float,
         skip_count: int,
         timeout_seconds: float | None,
-    ) -> Plan[pb.AcquireRequest, pb.AcquireResponse, Lease | None]:
-        """Parses to None while the answer is pending."""
+    ) -> AcquirePlan:
+        """The wait comes on top of the call's own deadline."""
         session, state = self._link.begin(namespace)
         _need_slots(session)
         wanted_ns = int((lease_seconds or self._settings.lease_seconds) * 1e9)
@@ -129,12 +140,7 @@ class Plans:
             skip_count=skip_count,
         )
         timeout = (timeout_seconds or self._settings.timeout_seconds) + wait_seconds
-
-        def parse(answer: pb.AcquireResponse) -> Lease | None:
-            ready = answer.WhichOneof("outcome") == "ready"
-            return codec.lease_of(answer.ready, session.ref) if ready else None
-
-        return Plan(calls.ACQUIRE, request, timeout, session, parse)
+        return AcquirePlan(request, timeout, session, codec.AcquireAnswers(session.ref))
 
     def release(
         self, leases: Sequence[Lease]

@@ -42,6 +42,9 @@ class Script:
     protocol: int = 1
     corrupt_get: bool = False
     acquire_pending_count: int = 0
+    acquire_waits: bool = False  # Pending is followed by nothing until `promoted` is set.
+    acquire_ends: str = "good"  # Or "badly": with an error behind the answer; "unheard": without.
+    memory_count: int | None = None  # Blocks that are in memory; the others lie on NVMe.
 
 
 class FakeDaemon:
@@ -60,6 +63,9 @@ class FakeDaemon:
         self.namespace: pb.NamespaceSpec | None = None
         self.changed = threading.Condition()
         self.released = threading.Event()  # Ends every hanging call.
+        self.promoted = threading.Event()  # Ends every waiting acquire.
+        self.ended_leases: list[int] = []
+        self.cancelled_count = 0  # Acquires that were cancelled.
         self.slab_fd = os.memfd_create("slab", os.MFD_CLOEXEC)
         os.ftruncate(self.slab_fd, SLAB_BYTES)
         self.slab = mmap.mmap(self.slab_fd, SLAB_BYTES)
@@ -112,6 +118,7 @@ class FakeDaemon:
             return
         self._is_closed = True
         self.released.set()
+        self.promoted.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.break_connections()
@@ -278,17 +285,41 @@ class _Servicer(kvtier_pb2_grpc.KVTierServicer):
         if request.namespace_id != 7:
             context.abort(grpc.StatusCode.NOT_FOUND, "UnknownNamespace: open it first")
         count = len(self._leading(request.hashes))
-        tiers = [pb.TierCount(tier="dram", count=count), pb.TierCount(tier="tape", count=1)]
-        return pb.MatchResponse(matched_count=count, memory_count=count, tiers=tiers, epoch=3)
+        memory_count = self._memory_count(count)
+        tiers = [
+            pb.TierCount(tier="dram", count=memory_count),
+            pb.TierCount(tier="nvme", count=count - memory_count),
+            pb.TierCount(tier="tape", count=1),
+        ]
+        return pb.MatchResponse(
+            matched_count=count, memory_count=memory_count, tiers=tiers, epoch=3
+        )
+
+    def _memory_count(self, count: int) -> int:
+        limit = self._daemon.script.memory_count
+        return count if limit is None else min(count, limit)
+
+    def Prefetch(
+        self, request: pb.PrefetchRequest, context: grpc.ServicerContext
+    ) -> pb.PrefetchResponse:
+        self._enter("Prefetch", request.token, context)
+        count = len(self._leading(request.hashes))
+        memory_count = self._memory_count(count)
+        return pb.PrefetchResponse(memory_count=memory_count, promoting_count=count - memory_count)
 
     def Acquire(
         self, request: pb.AcquireRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.AcquireResponse]:
         self._enter("Acquire", request.token, context)
-        pending_count = self._daemon.script.acquire_pending_count if request.wait_ms else 0
-        for _ in range(pending_count):
-            yield pb.AcquireResponse(pending=pb.AcquirePending(matched_count=1))
+        script = self._daemon.script
         found = self._leading(request.hashes)
+        if request.wait_ms:
+            for _ in range(script.acquire_pending_count):
+                yield pb.AcquireResponse(pending=pb.AcquirePending(matched_count=1, lease_id=9))
+            if script.acquire_waits:
+                self._wait_promoted(context)
+        if script.acquire_ends == "unheard":
+            return
         ready = pb.AcquireReady(
             lease_id=9 if found else 0,
             leased_count=len(found),
@@ -298,11 +329,23 @@ class _Servicer(kvtier_pb2_grpc.KVTierServicer):
             epoch=3,
         )
         yield pb.AcquireResponse(ready=ready)
+        if script.acquire_ends == "badly":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Draining: as scripted")
+
+    def _wait_promoted(self, context: grpc.ServicerContext) -> None:
+        """Until the blocks are in memory, or the caller has given up."""
+        while context.is_active():
+            if self._daemon.promoted.wait(0.002):
+                return
+        with self._daemon.changed:
+            self._daemon.cancelled_count += 1
 
     def Release(
         self, request: pb.ReleaseRequest, context: grpc.ServicerContext
     ) -> pb.ReleaseResponse:
         self._enter("Release", request.token, context)
+        with self._daemon.changed:
+            self._daemon.ended_leases += request.lease_ids
         return pb.ReleaseResponse(ended_count=len(request.lease_ids))
 
     def Reserve(

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, Session
 from kvtier.core.leases import LeaseTable
+from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.promotions import Promotions
 from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.slabs import SlabLedger
-from kvtier.core.stats import ManagerStats, NamespaceCounts, SessionCounts
+from kvtier.core.stats import ManagerStats, NamespaceCounts, NvmeCounts, SessionCounts
 from kvtier.types import NamespaceId
 
 Namespaces = Mapping[NamespaceId, Residency]
@@ -23,6 +26,7 @@ def gather_stats(
     leases: LeaseTable,
     ledger: SlabLedger,
     *,
+    nvme: NvmeCounts | None,
     draining: bool,
 ) -> ManagerStats:
     return ManagerStats(
@@ -35,6 +39,29 @@ def gather_stats(
         slab_count_max=ledger.slab_count_max,
         evicted_count=sum(one.evicted_count for one in namespaces.values()),
         draining=draining,
+        nvme=nvme,
+    )
+
+
+def nvme_counts(nvme: NvmeTier, demotions: Demotions, promotions: Promotions) -> NvmeCounts | None:
+    """None while there is no NVMe tier."""
+    if not nvme.is_open:
+        return None
+    book = nvme.book
+    ready_count = book.ready_count
+    return NvmeCounts(
+        segment_count=book.segment_count,
+        free_segment_count=book.free_segment_count,
+        slot_count=ready_count,
+        block_count=ready_count,
+        demoting_count=demotions.under_way_count,
+        promoting_count=promotions.under_way_count,
+        waiting_demote_count=demotions.waiting_count,
+        budget_bytes_left=int(demotions.budget.left_bytes),
+        written_bytes=demotions.written_bytes,
+        reinserted_count=demotions.retiring.again_count,
+        reused_segment_count=demotions.retiring.reused_count,
+        dropped_count=demotions.retiring.dropped_count,
     )
 
 
@@ -53,7 +80,8 @@ def find_violations(
         )
         pins[namespace] = np.zeros_like(residency.tier.lease_pins)
     for lease in leases.all_leases():
-        pins[lease.namespace][lease.all_places()] += 1
+        places = lease.all_places()
+        pins[lease.namespace][places[places >= 0]] += 1
     found.extend(
         f"namespace {namespace}: lease pins and leases disagree"
         for namespace, expected in pins.items()

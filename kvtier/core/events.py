@@ -141,6 +141,7 @@ class Acquire:
     wait_until: float = 0.0
     lease: LeaseId | None = None  # Set by the manager when the event is continued.
     done_count: int = 0  # Likewise.
+    is_promoting: bool = False  # Likewise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,8 @@ class Prefetch:
 
     namespace: NamespaceId
     hashes: Sequence[BlockHash]
+    done_count: int = 0  # Set by the manager when the event is continued.
+    promoting_count: int = 0  # Likewise.
 
 
 # ------------------------------------------------------------------------------- from the shell
@@ -242,6 +245,7 @@ class NvmeOpened:
     lane_count: int
     sequence_first: int
     lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
+    is_writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +262,10 @@ class BlocksRecovered:
     parents: npt.NDArray[np.int32]
     nvme_slots: Slots
     sequences: npt.NDArray[np.uint64]
+    used_at: npt.NDArray[np.float64] | None = None  # Ascending with the last use; below 0.
     done_count: int = 0  # Set by the manager when the event is continued.
     rows: npt.NDArray[np.int32] | None = None  # Likewise: index rows of the blocks done.
+    change_count: int = -1  # Likewise.
 
 
 @dataclass(frozen=True, slots=True)

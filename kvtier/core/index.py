@@ -8,7 +8,8 @@ subtree with it: `doom` takes it out of the map at once and `sweep` the rest in 
 in another row, before its old row is swept.
 
 Blocks live in *rows* of parallel columns: about 100 bytes a block besides the map. Children of a
-block are a doubly linked list (first_child, next_sibling, previous_sibling).
+block are a doubly linked list (first_child, next_sibling, previous_sibling). Where a block's
+replicas are is told by `place` (memory) and `nvme_slot`; NOBODY where there is none.
 """
 
 from __future__ import annotations
@@ -26,9 +27,21 @@ from kvtier.types import BlockHash
 Rows = npt.NDArray[np.int32]
 
 NOBODY = -1
+# A parent that comes in the same call, at position k: IN_CALL - k.
+IN_CALL = -2
+USES_MAX = 255
 _ROWS_MIN = 1024
 # The check holds the event loop; comparing more hashes than these one by one takes too long.
 _CHECKED_HASHES_MAX = 10_000
+
+
+class RowFlag:
+    """Marks of a block that has to do with the NVMe tier."""
+
+    SPARE = np.uint8(1)  # It waits to be demoted if the write budget has room to spare.
+    ADMITTED = np.uint8(2)  # It waits to be demoted.
+    DEMOTING = np.uint8(4)
+    HOT = np.uint8(8)  # Used since it was written to NVMe.
 
 
 class PrefixIndex:
@@ -39,6 +52,11 @@ class PrefixIndex:
         self.hash_of: list[BlockHash | None] = []
         self.parent = np.zeros(0, dtype=np.int32)
         self.place = np.zeros(0, dtype=np.int32)
+        self.nvme_slot = np.zeros(0, dtype=np.int64)
+        self.memory_children = np.zeros(0, dtype=np.int32)  # Children with a replica in memory.
+        self.uses = np.zeros(0, dtype=np.uint8)  # Since the block came; stays at USES_MAX.
+        self.flags = np.zeros(0, dtype=np.uint8)  # RowFlag.
+        self.used_at = np.zeros(0, dtype=np.float64)  # Last use, for the order in which to forget.
         self._first_child = np.zeros(0, dtype=np.int32)
         self._next_sibling = np.zeros(0, dtype=np.int32)
         self._previous_sibling = np.zeros(0, dtype=np.int32)
@@ -106,7 +124,10 @@ class PrefixIndex:
         parent: int | None,
         places: npt.NDArray[np.int32],
     ) -> Rows:
-        """Insert new blocks that follow one another; the first one follows row `parent`."""
+        """Insert new blocks that follow one another, each with a replica in memory.
+
+        The first one follows row `parent`.
+        """
         rows = self._take_rows(len(hashes))
         taken = rows.tolist()
         hash_of = self.hash_of
@@ -114,6 +135,11 @@ class PrefixIndex:
             hash_of[row] = block
         self.row_of.add(hashes, taken)
         self.place[rows] = places
+        self.memory_children[rows[:-1]] = 1
+        self.memory_children[rows[-1]] = 0
+        if parent is not None:
+            self.memory_children[parent] += 1
+        self._begin(rows)
         self.parent[rows[1:]] = rows[:-1]
         self._first_child[rows[:-1]] = rows[1:]
         self._first_child[rows[-1]] = NOBODY
@@ -122,29 +148,68 @@ class PrefixIndex:
         self._link(taken[0], parent)
         return rows
 
-    def remove(self, row: int) -> int | None:
-        """Remove a leaf; returns its parent's row if that is a leaf now."""
-        assert self._first_child[row] == NOBODY, "a block with children was removed"
-        parent = self._unlink(row)
-        self._forget(row)
-        if parent is not None and self._first_child[parent] == NOBODY:
-            return parent
-        return None
+    def adopt(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        parents: npt.NDArray[np.int32],
+        nvme_slots: npt.NDArray[np.int64],
+    ) -> Rows:
+        """Insert new blocks of any number of chains, each with a replica on NVMe only.
 
-    def doom(self, row: int) -> int | None:
-        """Make a resident block and its subtree unreachable at once; `sweep` then removes them.
-
-        Returns the parent's row if that became a leaf. The row itself is swept as well.
+        `parents[i]` is a resident row, NOBODY for the first block of a chain, or IN_CALL - k for
+        the block at position k < i.
         """
+        assert len(hashes) == len(parents) == len(nvme_slots), "a parent and a slot a block"
+        if not len(hashes):
+            return np.zeros(0, dtype=np.int32)
+        rows = self._take_rows(len(hashes))
+        self._put_hashes(rows, hashes)
+        self.row_of.add_many(hashes, rows.tolist())
+        in_call = parents <= IN_CALL
+        parents = parents.copy()
+        parents[in_call] = rows[IN_CALL - parents[in_call]]
+        self.place[rows] = NOBODY
+        self.memory_children[rows] = 0
+        self._begin(rows)
+        self.nvme_slot[rows] = nvme_slots
+        self.parent[rows] = parents
+        self._first_child[rows] = NOBODY
+        self._next_sibling[rows] = NOBODY
+        self._previous_sibling[rows] = NOBODY
+        self._link_all(rows[parents != NOBODY], parents[parents != NOBODY])
+        return rows
+
+    def leave_memory(self, row: int) -> int | None:
+        """The block's replica in memory is gone; returns its parent's row if that has no children
+        in memory any more."""
+        self.place[row] = NOBODY
+        parent = int(self.parent[row])
+        if parent == NOBODY:
+            return None
+        self.memory_children[parent] -= 1
+        return parent if self.memory_children[parent] == 0 else None
+
+    def enter_memory(self, rows: Rows) -> None:
+        """These blocks have a replica in memory now, where `place` says already."""
+        parents = self.parent[rows]
+        np.add.at(self.memory_children, parents[parents != NOBODY], 1)
+
+    def remove(self, row: int) -> None:
+        """Remove a leaf without replicas."""
+        assert self._first_child[row] == NOBODY, "a block with children was removed"
+        self._unlink(row)
+        self._forget(row)
+
+    def doom(self, row: int) -> None:
+        """Make a block without replicas and its subtree unreachable at once; `sweep` then removes
+        them, the row itself as well."""
         assert self.has_row(row), "a block was doomed twice"
         block = self.hash_of[row]
         assert block is not None
         self.row_of.remove(block)
-        parent = self._unlink(row)
+        self._unlink(row)
         self._doomed.append(row)
-        if parent is not None and self._first_child[parent] == NOBODY:
-            return parent
-        return None
 
     def sweep(self, count: int) -> tuple[Rows, list[BlockHash]]:
         """Remove up to `count` doomed blocks, parents before children.
@@ -174,6 +239,8 @@ class PrefixIndex:
             self.hash_of[row] = None
             self._spare_rows.append(row)
         self.place[rows] = NOBODY
+        self.nvme_slot[rows] = NOBODY
+        self.flags[rows] = 0
 
     def dismantle(self, count: int) -> bool:
         """Free up to `count` blocks of an index that nobody uses; True when it is empty.
@@ -194,6 +261,8 @@ class PrefixIndex:
         resident[NOBODY] = True  # The root's parent: the last, spare position.
         if not resident[self.parent[rows]].all():
             found.append("a block is resident without its parent: not prefix-closed")
+        if ((self.place[rows] == NOBODY) & (self.nvme_slot[rows] == NOBODY)).any():
+            found.append("a block is resident without a replica")
         for block, row in islice(self.row_of.entries(), _CHECKED_HASHES_MAX):
             if self.hash_of[row] != block:
                 found.append(f"row {row} does not hold the hash that maps to it")
@@ -203,16 +272,31 @@ class PrefixIndex:
 
     # --------------------------------------------------------------------------------- helpers
 
+    def _begin(self, rows: Rows) -> None:
+        """What every new block begins with."""
+        self.nvme_slot[rows] = NOBODY
+        self.uses[rows] = 1
+        self.flags[rows] = 0
+
     def _take_rows(self, count: int) -> Rows:
         spare = min(count, len(self._spare_rows))
-        taken = self._spare_rows[len(self._spare_rows) - spare :]
-        del self._spare_rows[len(self._spare_rows) - spare :]
-        taken.reverse()
         end = self._fresh_row + count - spare
         self._make_room(end)
-        taken.extend(range(self._fresh_row, end))
+        rows = np.empty(count, dtype=np.int32)
+        if spare:
+            rows[:spare] = self._spare_rows[: -spare - 1 : -1]  # The last ones first.
+            del self._spare_rows[-spare:]
+        rows[spare:] = np.arange(self._fresh_row, end)
         self._fresh_row = end
-        return np.array(taken, dtype=np.int32)
+        return rows
+
+    def _put_hashes(self, rows: Rows, hashes: Sequence[BlockHash]) -> None:
+        first, count = int(rows[0]), len(rows)
+        if (rows == np.arange(first, first + count)).all():
+            self.hash_of[first : first + count] = hashes
+            return
+        for row, block in zip(rows.tolist(), hashes, strict=True):
+            self.hash_of[row] = block
 
     def _make_room(self, count: int) -> None:
         old = len(self.hash_of)
@@ -223,6 +307,11 @@ class PrefixIndex:
         self.hash_of.extend([None] * (new - old))
         grow(self.parent, new, NOBODY)
         grow(self.place, new, NOBODY)
+        grow(self.nvme_slot, new, NOBODY)
+        grow(self.memory_children, new, 0)
+        grow(self.uses, new, 0)
+        grow(self.flags, new, 0)
+        grow(self.used_at, new, 0.0)
         grow(self._first_child, new, NOBODY)
         grow(self._next_sibling, new, NOBODY)
         grow(self._previous_sibling, new, NOBODY)
@@ -237,6 +326,23 @@ class PrefixIndex:
         if sibling != NOBODY:
             self._previous_sibling[sibling] = row
         self._first_child[parent] = row
+
+    def _link_all(self, rows: Rows, parents: Rows) -> None:
+        """As `_link` for each, but those of one parent stay in their order."""
+        if not len(rows):
+            return
+        order = np.argsort(parents, kind="stable")
+        rows, parents = rows[order], parents[order]
+        is_first = np.ones(len(rows), dtype=np.bool_)
+        is_first[1:] = parents[1:] != parents[:-1]
+        is_last = np.append(is_first[1:], True)
+        self._previous_sibling[rows[~is_first]] = rows[:-1][~is_first[1:]]
+        self._next_sibling[rows[~is_last]] = rows[1:][~is_last[:-1]]
+        siblings = self._first_child[parents[is_last]]
+        self._next_sibling[rows[is_last]] = siblings
+        with_siblings = siblings != NOBODY
+        self._previous_sibling[siblings[with_siblings]] = rows[is_last][with_siblings]
+        self._first_child[parents[is_first]] = rows[is_first]
 
     def _unlink(self, row: int) -> int | None:
         parent = int(self.parent[row])
@@ -256,4 +362,6 @@ class PrefixIndex:
         self.row_of.remove(block)
         self.hash_of[row] = None
         self.place[row] = NOBODY
+        self.nvme_slot[row] = NOBODY
+        self.flags[row] = 0
         self._spare_rows.append(row)

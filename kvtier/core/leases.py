@@ -13,6 +13,7 @@ import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.replica import Places
 from kvtier.types import EngineId, LeaseId, NamespaceId, SessionId
@@ -24,12 +25,17 @@ class Lease:
     session: SessionId
     engine: EngineId | None
     namespace: NamespaceId
-    void_count: int  # The namespace's when the lease began (Residency.void_count).
     deadline: float
-    places: list[Places] = field(default_factory=list)  # One array a slice of Acquire.
+    # One array a slice of Acquire. NOBODY stands for a block that the engine has itself and that is
+    # not in memory.
+    places: list[Places] = field(default_factory=list)
+    from_nvme: list[npt.NDArray[np.bool_]] = field(default_factory=list)  # Was on NVMe only.
 
     def all_places(self) -> Places:
         return np.concatenate(self.places) if self.places else np.zeros(0, dtype=np.int32)
+
+    def all_from_nvme(self) -> npt.NDArray[np.bool_]:
+        return np.concatenate(self.from_nvme) if self.from_nvme else np.zeros(0, dtype=np.bool_)
 
 
 class LeaseTable:
@@ -51,11 +57,10 @@ class LeaseTable:
         session: SessionId,
         engine: EngineId | None,
         namespace: NamespaceId,
-        void_count: int,
         deadline: float,
     ) -> Lease:
         """A lease on nothing yet; Acquire adds places slice by slice."""
-        lease = Lease(LeaseId(self._next_id), session, engine, namespace, void_count, deadline)
+        lease = Lease(LeaseId(self._next_id), session, engine, namespace, deadline)
         self._next_id += 1
         self._leases[lease.lease] = lease
         self._by_session.setdefault(session, {})[lease.lease] = None

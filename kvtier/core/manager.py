@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core.audit import find_violations, gather_stats
+from kvtier.core.audit import find_violations, gather_stats, nvme_counts
+from kvtier.core.committing import Committing
+from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
-from kvtier.core.leases import Lease, LeaseTable
-from kvtier.core.replica import ReplicaState
-from kvtier.core.residency import CommittedSlice, NamespaceFacts, Residency
+from kvtier.core.granting import Granting
+from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.promotions import Promotions
+from kvtier.core.residency import NamespaceFacts, Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
@@ -27,15 +28,11 @@ from kvtier.core.stats import ManagerStats
 from kvtier.errors import (
     BadRequest,
     Draining,
-    LimitExceeded,
-    NotReserved,
     UnknownNamespace,
 )
 from kvtier.policy.eviction import EvictionPolicy
 from kvtier.types import (
     BlockHash,
-    Cut,
-    LeaseId,
     NamespaceId,
     PackedHashes,
     PrefixMatch,
@@ -52,13 +49,26 @@ class BlockManager:
         self._make_policy = make_policy
         self._namespaces: dict[NamespaceId, Residency] = {}
         self._engines = EngineTable(grace_seconds=config.grace_seconds)
-        self._leases = LeaseTable(margin_seconds=config.lease_margin_seconds)
         self._ledger = SlabLedger(
             slab_bytes=config.slab_bytes, slab_count_max=config.slab_count_max
         )
         self._shares = Shares(self._ledger, self._namespaces, self._engines, config)
-        self._sequence = 0
-        self._draining = False
+        self._nvme = NvmeTier(self._namespaces)
+        self._demotions = Demotions(self._namespaces, self._nvme, config.nvme)
+        self._promotions = Promotions(
+            self._namespaces, self._nvme, self._shares, self._demotions, config.nvme
+        )
+        self._granting = Granting(
+            self._namespaces,
+            self._engines,
+            self._shares,
+            self._promotions,
+            self._demotions,
+            config,
+        )
+        self._committing = Committing(
+            self._namespaces, self._engines, self._shares, self._demotions, config
+        )
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
             ev.SlabPopulated: self._shares.on_slab_populated,
@@ -72,15 +82,22 @@ class BlockManager:
             ev.SessionQuiet: self._on_session_quiet,
             ev.SessionEnded: self._on_session_ended,
             ev.Acquire: self._on_acquire,
-            ev.Release: self._on_release,
+            ev.Release: self._granting.release,
             ev.Reserve: self._on_reserve,
-            ev.Commit: self._on_commit,
-            ev.Abort: self._on_abort,
+            ev.Commit: self._known(self._committing.commit),
+            ev.Abort: self._known(self._committing.abort),
             ev.Evict: self._on_evict,
             ev.HintSessionEnd: self._on_hint_session_end,
-            ev.ChecksumsComputed: self._on_checksums_computed,
+            ev.HintPaused: self._on_hint_paused,
+            ev.Prefetch: self._known(self._promotions.on_prefetch),
+            ev.ChecksumsComputed: self._committing.checksums_computed,
             ev.SlotsCorrupt: self._on_slots_corrupt,
             ev.WithdrawSlabSet: self._shares.on_withdraw_slab_set,
+            ev.NvmeOpened: self._on_nvme_opened,
+            ev.BlocksRecovered: self._nvme.on_blocks_recovered,
+            ev.NvmeChanged: self._nvme.on_nvme_changed,
+            ev.Demoted: self._on_demoted,
+            ev.Promoted: self._on_promoted,
             ev.Tick: self._on_tick,
             ev.DrainStarted: self._on_drain_started,
             ev.DrainEnded: self._on_drain_ended,
@@ -99,25 +116,40 @@ class BlockManager:
         hash_bytes = residency.facts.hash_bytes
         if len(packed) % hash_bytes:
             raise BadRequest(f"{len(packed)} bytes of hashes: send a multiple of {hash_bytes}")
-        count = residency.index.match(PackedHashes(packed, hash_bytes))
-        return PrefixMatch(count, count, ((TierName.DRAM, count),) if count else ())
+        hashes = PackedHashes(packed, hash_bytes)
+        count = residency.index.match(hashes)
+        memory_count = residency.memory_count(hashes, count) if self._nvme.is_open else count
+        tiers = ((TierName.DRAM, memory_count), (TierName.NVME, count - memory_count))
+        return PrefixMatch(count, memory_count, tuple(one for one in tiers if one[1]))
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return self._residency(namespace).epoch
 
     def next_deadline(self) -> float | None:
         """When a Tick will have something to do by time alone; None when nothing waits."""
-        times = [self._leases.next_expiry(), self._engines.next_ready()]
+        times = [self._granting.next_deadline(), self._engines.next_ready()]
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> ManagerStats:
         return gather_stats(
-            self._namespaces, self._engines, self._leases, self._ledger, draining=self._draining
+            self._namespaces,
+            self._engines,
+            self._granting.leases,
+            self._ledger,
+            nvme=nvme_counts(self._nvme, self._demotions, self._promotions),
+            draining=self._granting.is_draining,
         )
+
+    def nvme_recency(self) -> ev.Slots:
+        """NVMe slots of all blocks, least recently used first, for an orderly close."""
+        return self._nvme.recency()
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one line each; empty when all is well. Called after every test step."""
-        return find_violations(self._namespaces, self._engines, self._leases, self._ledger)
+        return [
+            *find_violations(self._namespaces, self._engines, self._granting.leases, self._ledger),
+            *self._nvme.check_invariants(),
+        ]
 
     # -------------------------------------------------------------------- namespaces, sessions
 
@@ -130,18 +162,29 @@ class BlockManager:
                 f"a block of {event.slot_bytes} bytes does not fit a slab of "
                 f"{self._ledger.slab_bytes} bytes: raise dram.slab_bytes"
             )
-        self._namespaces[event.namespace] = Residency(
-            NamespaceFacts(event.namespace, event.hash_bytes, event.slot_bytes, event.shard_count),
+        residency = Residency(
+            NamespaceFacts(
+                event.namespace,
+                event.hash_bytes,
+                event.slot_bytes,
+                event.shard_count,
+                event.shard_bytes,
+                event.fingerprint,
+            ),
             epoch=event.epoch,
             set_slot_count=set_slot_count,
             make_policy=self._make_policy,
         )
+        self._namespaces[event.namespace] = residency
+        if event.fingerprint:
+            self._nvme.note_namespace(residency)
         self._shares.note_use(event.namespace, now)
         return []
 
     def _on_clear(self, event: ev.Clear, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         assert event.epoch != residency.epoch, "an epoch was used twice"
+        self._nvme.clear(residency.facts.fingerprint)
         voided_count = residency.clear(event.epoch)
         return [
             ins.NamespaceCleared(event.namespace, event.epoch),
@@ -200,8 +243,7 @@ class BlockManager:
             self._ledger.unmap_session(one)
         self._shares.forget_mappings()
         if self._engines.is_engine_gone(engine):
-            for lease in self._leases.end_engine(engine):
-                self._unpin(lease)
+            self._granting.end_engine(engine)
         self._finish_quarantines(now)
         return [*_quiet_requests(asked), *self._shares.drop_idle_sets()]
 
@@ -218,7 +260,7 @@ class BlockManager:
 
     def _on_reserve(self, event: ev.Reserve, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
-        if self._draining:
+        if self._granting.is_draining:
             raise Draining("the daemon is shutting down: no new offloads")
         if event.count < 1:
             raise BadRequest(f"reserve {event.count} slots: ask for at least one")
@@ -229,175 +271,9 @@ class BlockManager:
         return self._shares.reserve(event, residency, engine, now)
 
     def _on_acquire(self, event: ev.Acquire, now: float) -> list[ins.Instruction]:
-        residency = self._residency(event.namespace)
-        if event.lease is None:
-            lease = self._begin_lease(event, residency, now)
-            if lease is None:
-                return [self._no_lease(residency, event, Cut.DRAINING)]
-        else:
-            lease = self._leases.get(event.lease)
-            if lease is None or lease.void_count != residency.void_count:
-                # It expired, its engine died, or blocks were voided between two slices: those
-                # that it holds already may be among them. What is in doubt is a miss.
-                self._end_lease(event.lease)
-                return [self._no_lease(residency, event, Cut.MISS)]
-        start = event.done_count
-        part = event.hashes[start : start + self._config.slice_blocks]
-        sliced = residency.lease(
-            part,
-            after=event.hashes[start - 1] if start else None,
-            mapped_from=max(0, event.skip_count - start),
-            usable=self._shares.usable(event.session, event.namespace),
-            limit_count=self._shares.lease_count_max(residency),
-            now=now,
-        )
-        lease.places.append(sliced.places)
-        done_count = start + len(sliced.places)
-        if sliced.cut is Cut.NONE and done_count < len(event.hashes):
-            return [ins.Continue(replace(event, lease=lease.lease, done_count=done_count))]
-        return [self._grant(lease, residency, event, sliced.cut)]
-
-    def _begin_lease(self, event: ev.Acquire, residency: Residency, now: float) -> Lease | None:
-        """A lease on nothing yet; None while draining."""
-        engine = None
-        if event.session != DAEMON_SESSION:
-            session = self._engines.require_slots(event.session, event.namespace)
-            engine = session.engine
-            if self._leases.count_of(event.session) >= self._config.leases_per_session_max:
-                raise LimitExceeded(
-                    f"{self._config.leases_per_session_max} leases are open in this session: "
-                    "release some"
-                )
-            if event.deadline > now + self._config.lease_seconds_max:
-                raise BadRequest(
-                    f"a lease may last {self._config.lease_seconds_max:g} s: ask for less"
-                )
-        self._shares.note_use(event.namespace, now)
-        if self._draining:
-            return None
-        return self._leases.grant(
-            session=event.session,
-            engine=engine,
-            namespace=event.namespace,
-            void_count=residency.void_count,
-            deadline=event.deadline,
-        )
-
-    def _grant(
-        self, lease: Lease, residency: Residency, event: ev.Acquire, cut: Cut
-    ) -> ins.LeaseGranted:
-        places = lease.all_places()
-        count = len(places)
-        if count <= event.skip_count:
-            self._end_lease(lease.lease)
-            return self._no_lease(residency, event, cut)
-        lease.places = [places]
-        return ins.LeaseGranted(
-            lease=lease.lease,
-            leased_count=count,
-            slots=residency.tier.slots_of(places[event.skip_count :]),
-            deadline=event.deadline,
-            cut=cut,
-            epoch=residency.epoch,
-            tiers=((TierName.DRAM, count),),
-        )
-
-    def _no_lease(self, residency: Residency, event: ev.Acquire, cut: Cut) -> ins.LeaseGranted:
-        none = np.zeros(0, dtype=np.uint32)
-        return ins.LeaseGranted(None, 0, none, event.deadline, cut, residency.epoch, ())
-
-    def _on_release(self, event: ev.Release, now: float) -> list[ins.Instruction]:
-        count = 0
-        engine = None
-        if event.session != DAEMON_SESSION:
-            engine = self._engines.require_live(event.session).engine
-        for lease in event.leases:
-            found = self._leases.get(lease)
-            if found is not None and found.engine == engine:
-                count += 1
-                self._end_lease(lease)
-        return [ins.LeasesEnded(count)]
-
-    def _end_lease(self, lease: LeaseId) -> None:
-        ended = self._leases.end(lease)
-        if ended is not None:
-            self._unpin(ended)
-
-    def _unpin(self, lease: Lease) -> None:
-        self._namespaces[lease.namespace].tier.unpin_lease(lease.all_places())
+        return self._granting.acquire(event, self._residency(event.namespace), now)
 
     # --------------------------------------------------------------------- commit, abort, evict
-
-    def _on_commit(self, event: ev.Commit, now: float) -> list[ins.Instruction]:
-        residency = self._residency(event.namespace)
-        if len(event.hashes) != len(event.slots):
-            raise BadRequest(f"{len(event.hashes)} hashes for {len(event.slots)} slots")
-        start, stop = event.done_count, event.done_count + self._config.slice_blocks
-        # In each slice again: since the last one the session may have ended or aborted its slots.
-        self._require_reserved(event.session, residency, event.slots[start:])
-        self._shares.note_use(event.namespace, now)
-        done = residency.commit(
-            event.hashes[start:stop],
-            residency.tier.allocator.places_of(event.slots[start:stop]),
-            parent=event.hashes[start - 1] if start else event.parent,
-            void=event.epoch != residency.epoch,
-            now=now,
-        )
-        outcomes = event.outcomes + done.outcomes
-        found = self._tell_ready(event, residency, done) if len(done.ready) else []
-        if stop < len(event.hashes):
-            found.append(ins.Continue(replace(event, done_count=stop, outcomes=outcomes)))
-        else:
-            found.append(ins.Committed(outcomes, residency.epoch))
-        return found
-
-    def _tell_ready(
-        self, event: ev.Commit, residency: Residency, done: CommittedSlice
-    ) -> list[ins.Instruction]:
-        """What the shell must know of blocks that became READY."""
-        namespace, sequence = event.namespace, self._sequence
-        slots = residency.tier.slots_of(done.ready)
-        self._sequence += len(slots)
-        found: list[ins.Instruction] = [
-            ins.WriteReady(namespace, slots, done.hashes, done.parents, residency.epoch, sequence)
-        ]
-        found.extend(
-            ins.BlocksStored(namespace, TierName.DRAM, hashes, parent)
-            for hashes, parent in done.runs()
-        )
-        if event.checksums is None:
-            residency.tier.pin_for_transfer(done.ready)
-            found.append(ins.ComputeChecksums(namespace, slots))
-        else:
-            part = event.checksums[event.done_count :]
-            found.append(ins.WriteChecksums(namespace, slots, part[done.ready_positions]))
-        return found
-
-    def _on_abort(self, event: ev.Abort, now: float) -> list[ins.Instruction]:
-        residency = self._residency(event.namespace)
-        self._require_reserved(event.session, residency, event.slots)
-        residency.tier.abort(residency.tier.allocator.places_of(event.slots))
-        return [
-            ins.WriteGone(event.namespace, event.slots),
-            ins.Aborted(len(event.slots)),
-        ]
-
-    def _require_reserved(self, session: SessionId, residency: Residency, slots: ev.Slots) -> None:
-        if session != DAEMON_SESSION:
-            self._engines.require_live(session)
-        allocator = residency.tier.allocator
-        places = allocator.places_of(slots)
-        # Not by sorting: a long list takes 30 times as long.
-        named = np.zeros(allocator.place_count, dtype=np.bool_)
-        named[places] = True
-        if np.count_nonzero(named) != len(slots):
-            raise NotReserved("a slot is named twice: name each reserved slot once")
-        foreign = np.flatnonzero(residency.tier.owner[places] != session)
-        if len(foreign):
-            raise NotReserved(
-                f"slot {int(slots[foreign[0]])} is not reserved by this session (any more): "
-                "commit or abort each reserved slot once"
-            )
 
     def _on_evict(self, event: ev.Evict, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
@@ -406,9 +282,9 @@ class BlockManager:
             resident_count = min(resident_count, event.left_count)
         start = max(0, resident_count - self._config.evict_slice_blocks)
         part = event.hashes[start:resident_count]
-        evicted = residency.evict_prefix(part)
+        evicted, nvme_slots = residency.evict_prefix(part)
         evicted_count = event.evicted_count + len(evicted)
-        found = _removed(event.namespace, evicted)
+        found = [*self._nvme.forget_slots(nvme_slots), *_removed(event.namespace, evicted)]
         if part and len(evicted) == len(part) and start:
             rest = replace(event, left_count=start, evicted_count=evicted_count)
             return [*found, ins.Continue(rest)]
@@ -423,19 +299,19 @@ class BlockManager:
             return [ins.Continue(replace(event, done_count=stop))]
         return [ins.HintUsed(is_used)]
 
-    # ------------------------------------------------------------------------- from the shell
+    def _on_hint_paused(self, event: ev.HintPaused, now: float) -> list[ins.Instruction]:
+        residency = self._residency(event.namespace)
+        if not self._nvme.is_writable:
+            return [ins.HintUsed(False)]
+        stop = event.done_count + self._config.slice_blocks
+        self._demotions.admit(
+            residency, residency.index.rows(event.hashes[event.done_count : stop])
+        )
+        if stop < len(event.hashes):
+            return [ins.Continue(replace(event, done_count=stop))]
+        return [*self._demotions.pump(now), ins.HintUsed(True)]
 
-    def _on_checksums_computed(
-        self, event: ev.ChecksumsComputed, now: float
-    ) -> list[ins.Instruction]:
-        tier = self._residency(event.namespace).tier
-        places = tier.allocator.places_of(event.slots)
-        ready = tier.state[places] == ReplicaState.READY
-        tier.unpin_transfer(places)
-        slots = event.slots[ready]
-        if not len(slots):
-            return []
-        return [ins.WriteChecksums(event.namespace, slots, event.checksums[ready])]
+    # ------------------------------------------------------------------------- from the shell
 
     def _on_slots_corrupt(self, event: ev.SlotsCorrupt, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
@@ -453,32 +329,81 @@ class BlockManager:
             return [*found, ins.Continue(event)]
         for residency in self._namespaces.values():
             if residency.sweep_pending:
-                hashes = residency.sweep(self._config.slice_blocks)
+                hashes, nvme_slots = residency.sweep(self._config.slice_blocks)
                 return [
+                    *self._nvme.forget_slots(nvme_slots),
                     *_removed(residency.facts.namespace, hashes),
                     ins.Continue(event),
                 ]
-        return self._shares.drop_idle_sets()
+        found = self._forget_nvme(now)
+        if found is not None:
+            return [*found, ins.Continue(event)]
+        return [*self._shares.drop_idle_sets(), *self._demotions.pump(now)]
 
     def _on_tick(self, event: ev.Tick, now: float) -> list[ins.Instruction]:
-        for lease in self._leases.expire(now=now):
-            self._unpin(lease)
+        waits = self._granting.end_waits(now)
+        self._granting.expire(now)
         self._finish_quarantines(now)
         return [
+            *waits,
             *_quiet_requests(self._engines.ask_again()),
             *self._shares.keep_watermarks(),
             *self._shares.drop_idle_sets(),
+            *self._move(now),
         ]
 
     def _on_drain_started(self, event: ev.DrainStarted, now: float) -> list[ins.Instruction]:
-        self._draining = True
+        self._granting.is_draining = True
         return []
 
     def _on_drain_ended(self, event: ev.DrainEnded, now: float) -> list[ins.Instruction]:
-        self._draining = False
+        self._granting.is_draining = False
         return []
 
+    # ------------------------------------------------------------------------------------- nvme
+
+    def _on_nvme_opened(self, event: ev.NvmeOpened, now: float) -> list[ins.Instruction]:
+        found = self._nvme.on_nvme_opened(event, now)
+        book = self._nvme.book
+        self._demotions.budget.fill(book.free_segment_count * book.segment_bytes)
+        return found
+
+    def _on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
+        return [*self._demotions.on_demoted(event, now), *self._move(now)]
+
+    def _on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
+        return [
+            *self._promotions.on_promoted(event, now),
+            *self._granting.grant_ended(self._namespaces[event.namespace]),
+            *self._move(now),
+        ]
+
+    def _move(self, now: float) -> list[ins.Instruction]:
+        """Begin what may begin; the sweep goes on with what has become void."""
+        found = [*self._demotions.pump(now), *self._promotions.pump(now)]
+        return [*found, ins.Continue(ev.SweepVoid())] if self._sweep_is_due(now) else found
+
+    def _sweep_is_due(self, now: float) -> bool:
+        return self._demotions.retiring.is_due(now) or any(
+            residency.sweep_pending for residency in self._namespaces.values()
+        )
+
+    def _forget_nvme(self, now: float) -> list[ins.Instruction] | None:
+        """A slice of what NVMe loses: all of it when it is gone, else the retiring segment."""
+        return self._nvme.lose_some() or self._demotions.retiring.step(now)
+
     # --------------------------------------------------------------------------------- helpers
+
+    def _known(
+        self, handler: Callable[[Any, float], list[ins.Instruction]]
+    ) -> Callable[[Any, float], list[ins.Instruction]]:
+        """A handler of requests whose namespace may not be open."""
+
+        def handle(event: Any, now: float) -> list[ins.Instruction]:
+            self._residency(event.namespace)
+            return handler(event, now)
+
+        return handle
 
     def _residency(self, namespace: NamespaceId) -> Residency:
         found = self._namespaces.get(namespace)

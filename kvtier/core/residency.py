@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.index import NOBODY, PrefixIndex, Rows
+from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
 from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
+from kvtier.layout import SlotLayout
 from kvtier.policy.eviction import Evictable, EvictionPolicy
 from kvtier.types import BlockHash, CommitOutcome, Cut, NamespaceId, SlabSetId
 
@@ -24,6 +26,13 @@ class NamespaceFacts:
     hash_bytes: int
     slot_bytes: int
     shard_count: int
+    shard_bytes: int = 0
+    fingerprint: bytes = b""
+
+    @property
+    def layout(self) -> SlotLayout:
+        """How a block of it lies in the NVMe pool."""
+        return SlotLayout(self.shard_bytes, self.shard_count)
 
     @property
     def block_bytes(self) -> int:
@@ -33,8 +42,12 @@ class NamespaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class LeasedSlice:
-    """What one slice of Acquire pinned."""
+    """What one slice of Acquire found, and pinned where it is in memory.
 
+    A place is NOBODY where the engine has the block itself and only NVMe has it besides.
+    """
+
+    rows: Rows
     places: Places
     cut: Cut
 
@@ -49,19 +62,10 @@ class CommittedSlice:
     hashes: list[BlockHash]
     parents: list[BlockHash | None]
 
-    def runs(self) -> list[tuple[list[BlockHash], BlockHash | None]]:
-        """The READY blocks in runs that follow one another: (hashes, parent of the first)."""
-        found: list[tuple[list[BlockHash], BlockHash | None]] = []
-        for block, parent in zip(self.hashes, self.parents, strict=True):
-            if found and found[-1][0][-1] == parent:
-                found[-1][0].append(block)
-            else:
-                found.append(([block], parent))
-        return found
-
 
 class Residency:
-    """Invariant: a block is in the index if and only if its place is READY or LEAVING."""
+    """Invariants: a block is in the index if and only if it has a READY replica, in memory or on
+    NVMe; `place` names the one in memory, or the slot that it is being promoted into."""
 
     def __init__(
         self,
@@ -93,26 +97,67 @@ class Residency:
         limit_count: int,
         now: float,
     ) -> LeasedSlice:
-        """Pin the leading resident blocks of `hashes`, which follow block `after`.
+        """Pin the leading blocks of `hashes`, which follow block `after`, that are in memory.
 
-        Blocks from position `mapped_from` on must lie in one of the `usable` slab sets. Stops at
-        the first gap, also where a block does not follow the one before it.
+        Blocks from position `mapped_from` on must lie in one of the `usable` slab sets; those
+        before it need not be in memory. Stops at the first gap, also where a block does not follow
+        the one before it; the cut is DEADLINE where the next block is on NVMe only.
         """
-        rows = self.index.rows(hashes)
-        cut = Cut.NONE if len(rows) == len(hashes) else Cut.MISS
-        straight = self._straight_count(rows, after)
-        if straight < len(rows):
-            rows, cut = rows[:straight], Cut.MISS
+        rows, cut = self.straight_rows(hashes, after)
         places = self.index.place[rows]
-        mapped = self._mapped_count(places, mapped_from, usable)
+        ready = self.tier.is_ready(places)
+        absent = np.flatnonzero(~ready[mapped_from:])
+        if len(absent):
+            places, cut = places[: mapped_from + int(absent[0])], Cut.DEADLINE
+        if mapped_from:
+            places = np.where(ready[: len(places)], places, np.int32(NOBODY))
+        mapped = self.mapped_count(places, mapped_from, usable)
         if mapped < len(places):
             places, cut = places[:mapped], Cut.UNMAPPED
         room = self.tier.lease_room(places, limit_count)
         if room < len(places):
             places, cut = places[:room], Cut.PIN_LIMIT
-        self.tier.pin_for_lease(places)
-        self._policy.on_touch(rows[: len(places)], now)
-        return LeasedSlice(places, cut)
+        rows = rows[: len(places)]
+        self.tier.pin_for_lease(places[places >= 0])
+        self.touch(rows, now)
+        return LeasedSlice(rows, places, cut)
+
+    def straight_rows(
+        self, hashes: Sequence[BlockHash], after: BlockHash | None
+    ) -> tuple[Rows, Cut]:
+        """Rows of the leading resident blocks that follow one another, the first one `after`."""
+        rows = self.index.rows(hashes)
+        cut = Cut.NONE if len(rows) == len(hashes) else Cut.MISS
+        straight = self._straight_count(rows, after)
+        return (rows[:straight], Cut.MISS) if straight < len(rows) else (rows, cut)
+
+    def touch(self, rows: Rows, now: float) -> None:
+        """These blocks, in chain order, were used."""
+        index = self.index
+        index.uses[rows] += index.uses[rows] < USES_MAX
+        index.flags[rows] |= RowFlag.HOT
+        index.used_at[rows] = now
+        self._policy.on_touch(rows[self.tier.is_ready(index.place[rows])], now)
+
+    def memory_count(self, hashes: Sequence[BlockHash], count: int) -> int:
+        """How many of the first `count` blocks, all resident, lead in memory.
+
+        By halving: the tail goes first, so what is in memory is as a rule a prefix. Where it is
+        not, the answer is that of one of its edges; a hint, like all of a match.
+        """
+        low, high = 0, count
+        while low < high:
+            middle = (low + high) // 2
+            row = self.index.row_of.get(hashes[middle])
+            if row is not None and self.is_in_memory(row):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def is_in_memory(self, row: int) -> bool:
+        place = int(self.index.place[row])
+        return place != NOBODY and self.tier.state[place] == ReplicaState.READY
 
     # ------------------------------------------------------------------------------ committing
 
@@ -133,6 +178,7 @@ class Residency:
         has_parent = parent is None or run.parent_row is not None
         positions: list[int] = []
         parents: list[BlockHash | None] = []
+        present: list[int] = []
         previous = parent
         for position, block in enumerate(hashes):
             if block in run.hashes:
@@ -142,7 +188,7 @@ class Residency:
                 self._insert(run, places, now)
                 outcomes[position] = CommitOutcome.PRESENT
                 run.parent_row, has_parent = row, True
-                self._policy.on_touch(np.array([row], dtype=np.int32), now)
+                present.append(row)
             elif void or is_void[position]:
                 self._insert(run, places, now)
                 outcomes[position], has_parent = CommitOutcome.VOID, False
@@ -154,6 +200,7 @@ class Residency:
                 outcomes[position] = CommitOutcome.NO_PARENT
             previous = block
         self._insert(run, places, now)
+        self.touch(np.array(present, dtype=np.int32), now)
         ready = places[np.array(positions, dtype=np.int64)]
         rejected = np.ones(len(places), dtype=np.bool_)
         rejected[positions] = False
@@ -162,53 +209,106 @@ class Residency:
             bytes(outcomes), ready, positions, [hashes[one] for one in positions], parents
         )
 
+    # ------------------------------------------------------------------------------- promoting
+
+    def begin_promotion(self, rows: Rows, places: Places) -> None:
+        """These blocks, on NVMe only, are read into these slots, reserved by the daemon."""
+        self.index.place[rows] = places
+        self.tier.row[places] = rows
+
+    def end_promotion(self, places: Places, now: float) -> Rows:
+        """The blocks in these slots, all RESERVED for their rows, are in memory now."""
+        rows = self.tier.row[places]
+        self.tier.commit(places, rows)
+        self.tier.summed[places] = True
+        self.index.enter_memory(rows)
+        self._policy.on_insert(rows, now)
+        for row in rows[self.index.memory_children[rows] == 0].tolist():
+            self._policy.on_leaf(row)
+        return rows
+
+    def abort_promotion(self, places: Places) -> None:
+        """Nothing comes into these slots; some may have been voided meanwhile."""
+        rows = self.tier.row[places]
+        mine = rows[rows != NOBODY]
+        self.index.place[mine] = NOBODY
+        self.tier.abort(places)
+
     # -------------------------------------------------------------------------------- evicting
 
     def evict(self, count: int) -> list[BlockHash]:
-        """Evict up to `count` blocks that the policy nominates; returns their hashes."""
+        """Evict up to `count` blocks that the policy nominates from memory; returns their hashes.
+
+        What has a copy on NVMe stays resident there.
+        """
         hashes: list[BlockHash] = []
         places: list[int] = []
         for row in self._policy.nominate(count, self._verdict):
-            self._take_out(row, hashes, places)
+            hashes.append(self._hash(row))
+            places.append(int(self.index.place[row]))
+            self._leave_memory(row)
+            self.evicted_count += 1
         self.tier.drop(np.array(places, dtype=np.int32))
         return hashes
 
-    def evict_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Evict these resident blocks of one chain, last first, up to the first that is held."""
+    def evict_prefix(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockHash], list[int]]:
+        """Evict these resident blocks of one chain from every tier, last first, up to the first
+        that is held; returns their hashes and their NVMe slots."""
         evicted: list[BlockHash] = []
-        places: list[int] = []
+        nvme_slots: list[int] = []
         for block in reversed(hashes):
             row = self.index.row_of.get(block)
-            if row is None or self._verdict(row) is not Evictable.YES:
+            if row is None or not self._may_go(row):
                 break
-            self._take_out(row, evicted, places)
-        self.tier.drop(np.array(places, dtype=np.int32))
-        return evicted
+            slot = int(self.index.nvme_slot[row])
+            if slot != NOBODY:
+                self.index.nvme_slot[row] = NOBODY
+                nvme_slots.append(slot)
+            place = int(self.index.place[row])
+            if place != NOBODY:
+                self._leave_memory(row)
+                self.tier.drop(np.array([place], dtype=np.int32))
+            else:
+                self.index.remove(row)
+            evicted.append(block)
+            self.evicted_count += 1
+        return evicted, nvme_slots
 
     def end_user_session(self, hashes: Sequence[BlockHash]) -> bool:
-        return self._policy.on_session_end(self.index.rows(hashes))
+        rows = self.index.rows(hashes)
+        return self._policy.on_session_end(rows[self.tier.is_ready(self.index.place[rows])])
 
     # --------------------------------------------------------------------------------- voiding
 
     def void_places(self, places: Places) -> list[BlockHash]:
-        """Void these replicas at once; the blocks that depend on them become unreachable.
+        """Void these replicas in memory at once. A block without a copy on NVMe is not resident
+        any more, and the blocks that depend on it become unreachable.
 
-        Returns the hashes of the blocks named. `sweep` frees the rest.
+        Returns the hashes of the blocks named. `sweep` frees what became unreachable.
         """
         hashes = []
-        for row in self.tier.row[places].tolist():
-            if row == NOBODY or not self.index.has_row(row):
-                continue  # Nothing there, or doomed already.
-            block = self.index.hash_of[row]
-            assert block is not None, "a resident row without its hash"
-            hashes.append(block)
-            parent = self.index.doom(row)
-            if parent is not None:
-                self._policy.on_leaf(parent)
+        for place in places[self.tier.row[places] != NOBODY].tolist():
+            row = int(self.tier.row[place])
+            if not self.index.has_row(row):
+                continue  # Doomed already: the sweep will void it.
+            if self.tier.state[place] == ReplicaState.RESERVED:
+                self.index.place[row] = NOBODY  # It was being promoted; it still is on NVMe.
+                continue
+            hashes.append(self._hash(row))
+            self._leave_memory(row)
+            self.tier.void(np.array([place], dtype=np.int32))
         self.void_count += len(hashes)
         filling = places[self.tier.state[places] == ReplicaState.RESERVED]
         self.tier.void(filling)
         return hashes
+
+    def leave_nvme(self, row: int) -> None:
+        """The block's copy on NVMe is gone: its last replica, unless it is in memory too."""
+        self.index.nvme_slot[row] = NOBODY
+        if not self.is_in_memory(row):
+            # A slot that it is being promoted into is voided by the sweep.
+            self.index.doom(row)
+            self.void_count += 1
 
     def clear(self, epoch: int) -> int:
         """Void everything; returns how many blocks that were. `sweep` frees the slots."""
@@ -221,19 +321,38 @@ class Residency:
         self.void_count += 1
         return voided_count
 
-    def sweep(self, count: int) -> list[BlockHash]:
-        """Free up to `count` blocks that became unreachable; returns the hashes that went."""
+    def sweep(self, count: int) -> tuple[list[BlockHash], list[int]]:
+        """Free up to `count` blocks that became unreachable; returns the hashes that went, and the
+        NVMe slots that hold nothing any more."""
         if self.tier.free_pending:
             self.tier.free_some()
-            return []
+            return [], []
         rows, hashes = self.index.sweep(count)
+        slots: list[int] = []
         if len(rows):
-            self.tier.void(self.index.place[rows])
+            places = self.index.place[rows]
+            self.tier.void(places[places != NOBODY])
             self._policy.on_remove(rows.tolist())
+            nvme_slots = self.index.nvme_slot[rows]
+            slots = nvme_slots[nvme_slots != NOBODY].tolist()
             self.index.forget_rows(rows)
         elif self._trash and self._trash[-1].dismantle(count):
             self._trash.pop()
-        return hashes
+        return hashes, slots
+
+    @property
+    def change_count(self) -> int:
+        """Rises whenever a block leaves the index."""
+        return self.void_count + self.evicted_count
+
+    def nvme_slots_by_use(self) -> Slots:
+        """Slots of the copies on NVMe: of the blocks used seldom first, then as they lie."""
+        index = self.index
+        rows = np.fromiter(index.row_of.rows(), np.int32, len(index.row_of))
+        rows = rows[index.nvme_slot[rows] != NOBODY]
+        order = np.lexsort((index.nvme_slot[rows], index.used_at[rows]))
+        slots: Slots = index.nvme_slot[rows][order].astype(np.uint32)
+        return slots
 
     @property
     def leased_bytes(self) -> int:
@@ -249,10 +368,18 @@ class Residency:
             return found
         rows = np.fromiter(self.index.row_of.rows(), np.int32, len(self.index.row_of))
         places = self.index.place[rows]
-        if (places == NOBODY).any() or (self.tier.row[places] != rows).any():
+        held = places != NOBODY
+        if (self.tier.row[places[held]] != rows[held]).any():
             found.append("a block's place does not hold that block")
-        if int((self.tier.row != NOBODY).sum()) != len(rows):
+        if int((self.tier.row != NOBODY).sum()) != int(held.sum()):
             found.append("a slot holds a block that is not in the index")
+        ready = self.tier.is_ready(places)
+        if (~ready & (self.index.nvme_slot[rows] == NOBODY)).any():
+            found.append("a block is resident that has no READY replica")
+        children = np.zeros(len(self.index.hash_of) + 1, dtype=np.int32)
+        np.add.at(children, self.index.parent[rows[ready]], 1)
+        if (children[rows] != self.index.memory_children[rows]).any():
+            found.append("a block counts its children in memory wrongly")
         return [f"namespace {self.facts.namespace}: {one}" for one in found]
 
     # --------------------------------------------------------------------------------- helpers
@@ -270,7 +397,7 @@ class Residency:
         crooked = np.flatnonzero(self.index.parent[rows] != expected)
         return int(crooked[0]) if len(crooked) else len(rows)
 
-    def _mapped_count(
+    def mapped_count(
         self, places: Places, mapped_from: int, usable: Collection[SlabSetId] | None
     ) -> int:
         if usable is None or mapped_from >= len(places):
@@ -288,6 +415,7 @@ class Residency:
         mine = places[np.fromiter(run.hashes.values(), np.int64, len(run.hashes))]
         rows = self.index.insert_run(list(run.hashes), parent=run.parent_row, places=mine)
         self.tier.commit(mine, rows)
+        self.index.used_at[rows] = now
         self._policy.on_insert(rows, now)
         last = int(rows[-1])
         self._policy.on_leaf(last)
@@ -296,22 +424,57 @@ class Residency:
 
     def _verdict(self, row: int) -> Evictable:
         # A doomed row must not be taken out twice; it leaves the policy when it is swept.
-        if not self.index.has_row(row) or not self.index.is_leaf(row):
+        if not self.index.has_row(row) or self.index.memory_children[row]:
             return Evictable.INNER
+        if not self.is_in_memory(row):
+            return Evictable.INNER  # Announced while in memory; it will be announced again.
         if self.tier.is_pinned(int(self.index.place[row])):
             return Evictable.HELD
         return Evictable.YES
 
-    def _take_out(self, row: int, hashes: list[BlockHash], places: list[int]) -> None:
-        block = self.index.hash_of[row]
-        assert block is not None, "a policy nominated a block that is gone"
-        hashes.append(block)
-        places.append(int(self.index.place[row]))
-        parent = self.index.remove(row)
+    def _may_go(self, row: int) -> bool:
+        """Whether nothing depends on the block and nobody holds it."""
+        place = int(self.index.place[row])
+        held = place != NOBODY and (not self.is_in_memory(row) or self.tier.is_pinned(place))
+        return self.index.is_leaf(row) and not held
+
+    def _leave_memory(self, row: int) -> None:
+        """The block's READY replica in memory goes; the caller ends it in the tier."""
+        parent = self.index.leave_memory(row)
         self._policy.on_remove([row])
-        if parent is not None:
+        if self.index.nvme_slot[row] == NOBODY:
+            if self.index.is_leaf(row):
+                self.index.remove(row)
+            else:
+                self.index.doom(row)
+        if parent is not None and self.is_in_memory(parent):
             self._policy.on_leaf(parent)
-        self.evicted_count += 1
+
+    def named(self, rows: Rows) -> tuple[list[BlockHash], list[BlockHash | None]]:
+        """The hashes of these resident blocks, and those of their parents."""
+        hash_of = self.index.hash_of
+        parents = self.index.parent[rows].tolist()
+        return [self._hash(row) for row in rows.tolist()], [
+            None if parent == NOBODY else hash_of[parent] for parent in parents
+        ]
+
+    def _hash(self, row: int) -> BlockHash:
+        block = self.index.hash_of[row]
+        assert block is not None, "a resident row without its hash"
+        return block
+
+
+def runs_of(
+    hashes: Sequence[BlockHash], parents: Sequence[BlockHash | None]
+) -> list[tuple[list[BlockHash], BlockHash | None]]:
+    """Blocks in runs that follow one another: (hashes, parent of the first)."""
+    found: list[tuple[list[BlockHash], BlockHash | None]] = []
+    for block, parent in zip(hashes, parents, strict=True):
+        if found and found[-1][0][-1] == parent:
+            found[-1][0].append(block)
+        else:
+            found.append(([block], parent))
+    return found
 
 
 class _Run:

@@ -45,6 +45,14 @@ class RowMap:
             part[block] = row
         self._count += len(rows)
 
+    def add_many(self, hashes: Sequence[BlockHash], rows: Sequence[int]) -> None:
+        """As `add`, for thousands at once: whether one is here is seen afterwards, by counting."""
+        parts = self._parts
+        for block, row, code in zip(hashes, rows, map(hash, hashes), strict=True):
+            parts[code & _MASK][block] = row
+        self._count += len(rows)
+        assert sum(map(len, parts)) == self._count, "a resident block was inserted again"
+
     def remove(self, block: BlockHash) -> None:
         del self._parts[hash(block) & _MASK][block]
         self._count -= 1

@@ -210,8 +210,8 @@ class SegmentBook:
         found = self._bound_at(segment)
         return None if found is None else found.header
 
-    def lives_of(self, fingerprint: bytes) -> list[SegmentHeader]:
-        return [one.header for one in self._all() if one.header.fingerprint == fingerprint]
+    def lives(self) -> list[SegmentHeader]:
+        return [one.header for one in self._all()]
 
     def is_ready(self, slot: int) -> bool:
         """Whether the slot holds a block."""

@@ -9,6 +9,22 @@ PIN_FRACTION_MAX = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class NvmeSettings:
+    """Limits of what moves between memory and NVMe."""
+
+    write_bytes_per_hour: float = 0.0
+    # Under way at once, each way: enough for every thread of a few drives, little to wait behind.
+    transfer_bytes_max: int = 64 << 20
+    # One hop to the threads and back costs as much as a small block: many go together.
+    batch_blocks: int = 64
+    batch_bytes: int = 16 << 20
+    # How long a segment waits for blocks that go again before it is reused without them.
+    retire_wait_seconds: float = 10.0
+    # Prefetches together promote at most this part of the pool.
+    prefetch_fraction_max: float = 0.125
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerConfig:
     slab_bytes: int
     slab_count_max: int
@@ -32,3 +48,4 @@ class ManagerConfig:
     slice_blocks: int = 1024
     # Evicting takes about 8 µs a block: likewise.
     evict_slice_blocks: int = 256
+    nvme: NvmeSettings = NvmeSettings()  # Counts once an NVMe pool is opened.

@@ -14,6 +14,7 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, Session
+from kvtier.core.replica import Places
 from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.slabs import SlabLedger, SlabSet
@@ -36,6 +37,7 @@ class Shares:
         self._engines = engines
         self._config = config
         self._watermarks = Watermarks(config.watermark_start, config.watermark_stop)
+        self._sequence = 0
         self._populated_at = 0.0
         self._used_at: dict[NamespaceId, float] = {}
         self._wanting: dict[NamespaceId, None] = {}  # Ran short since they last grew.
@@ -185,6 +187,34 @@ class Shares:
         found.append(ins.SlotsReserved(slots, residency.epoch, stock_count_max))
         # A set that was withdrawn to make room is emptied after the answer.
         return sorted(found, key=lambda one: isinstance(one, ins.Continue))
+
+    def take_for_promotion(
+        self, residency: Residency, session: SessionId, count: int, now: float
+    ) -> tuple[Places, list[ins.Instruction]]:
+        """Take up to `count` slots that the session may use, evicting for them; at most a slice."""
+        tier = residency.tier
+        usable = self.usable(session, residency.facts.namespace)
+        found: list[ins.Instruction] = []
+        count = min(count, self._config.evict_slice_blocks)
+        if tier.allocator.free_count_in(usable) < count:
+            found.extend(self._grow(residency, now))
+            missing = count - tier.allocator.free_count_in(usable)
+            hashes = residency.evict(missing) if missing > 0 else []
+            if hashes:
+                found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
+        free_count = tier.allocator.free_count_in(usable)
+        return tier.reserve(min(count, free_count), DAEMON_SESSION, usable), found
+
+    @property
+    def pool_bytes(self) -> int:
+        """The whole DRAM budget."""
+        return self._ledger.pool_bytes
+
+    def sequence(self, count: int) -> int:
+        """The first of `count` numbers for entries of the slot table, higher than all before."""
+        first = self._sequence
+        self._sequence += count
+        return first
 
     def keep_watermarks(self) -> list[ins.Instruction]:
         """Evict ahead of need where a namespace is above its start mark."""

@@ -2,7 +2,8 @@
 
 Columns are indexed by place (core/slots.py). A taken slot is in exactly one of these states:
 
-* RESERVED, with an owner (the session that fills it);
+* RESERVED, with an owner (the session that fills it); with a row as well while the daemon promotes
+  that block into it;
 * READY or LEAVING, with the row of its block;
 * held: its replica is GONE, but a pin, or the session that was filling it when it was voided,
   may still touch the bytes. It is freed when the last of these ends.
@@ -22,6 +23,7 @@ from kvtier.core.replica import Places, ReplicaEvent, ReplicaState, move, move_a
 from kvtier.core.slots import SlotAllocator, Slots
 from kvtier.types import SessionId, SlabSetId
 
+DAEMON_OWNER = 0  # The daemon's own session, see engines.py.
 # Slots looked at in one slice when everything was voided; takes less than 1 ms.
 _FREED_SLICE_SLOTS = 1 << 16
 
@@ -51,6 +53,7 @@ class MemoryTier:
         self.owner = np.zeros(0, dtype=np.int32)  # Session that may write; NOBODY without one.
         self.lease_pins = np.zeros(0, dtype=np.int32)
         self.transfer_pins = np.zeros(0, dtype=np.int16)
+        self.summed = np.zeros(0, dtype=np.bool_)  # The checksum of the payload is in the table.
         self.leased_count = 0  # Places with a lease pin.
         self.reserved_by: dict[SessionId, int] = {}
         # After void_all: places from here on may be taken although nothing uses them.
@@ -66,6 +69,7 @@ class MemoryTier:
         grow(self.owner, count, NOBODY)
         grow(self.lease_pins, count, 0)
         grow(self.transfer_pins, count, 0)
+        grow(self.summed, count, False)
 
     # ------------------------------------------------------------------------------- reserving
 
@@ -76,6 +80,7 @@ class MemoryTier:
         places = self.allocator.take(count, usable)
         move(self.state, places, ReplicaEvent.RESERVE)
         self.owner[places] = session
+        self.summed[places] = False
         if len(places):
             self.reserved_by[session] = self.reserved_by.get(session, 0) + len(places)
         return places
@@ -90,6 +95,7 @@ class MemoryTier:
         """End the reservation of these slots, voided ones too, and free them."""
         open_places = places[self.state[places] == ReplicaState.RESERVED]
         move(self.state, open_places, ReplicaEvent.ABORT)
+        self.row[open_places] = NOBODY
         self._disown(places)
         self.free_idle(places)
 
@@ -143,12 +149,25 @@ class MemoryTier:
 
     # ----------------------------------------------------------------------------------- pins
 
+    def is_ready(self, places: Places) -> npt.NDArray[np.bool_]:
+        """Where a READY replica is; False for NOBODY."""
+        if not len(self.state):
+            return np.zeros(len(places), dtype=np.bool_)
+        ready: npt.NDArray[np.bool_] = (self.state[places] == ReplicaState.READY) & (places >= 0)
+        return ready
+
     def is_pinned(self, place: int) -> bool:
         return bool(self.lease_pins[place] or self.transfer_pins[place])
 
     def lease_room(self, places: Places, limit_count: int) -> int:
-        """How many of `places`, from the first on, may be lease-pinned within the limit."""
-        fresh = np.cumsum(self.lease_pins[places] == 0)
+        """How many of `places`, from the first on, may be lease-pinned within the limit.
+
+        NOBODY among them takes no room.
+        """
+        held = places >= 0
+        fresh = np.zeros(len(places), dtype=np.int64)
+        fresh[held] = self.lease_pins[places[held]] == 0
+        fresh = np.cumsum(fresh)
         room = limit_count - self.leased_count
         return int(np.searchsorted(fresh, room, side="right"))
 
@@ -186,8 +205,11 @@ class MemoryTier:
     def check_invariants(self) -> list[str]:
         found = self.allocator.check_invariants()
         resident = (self.state == ReplicaState.READY) | (self.state == ReplicaState.LEAVING)
-        if ((self.row != NOBODY) != resident).any():
+        promoting = (self.state == ReplicaState.RESERVED) & (self.row != NOBODY)
+        if ((self.row != NOBODY) != (resident | promoting)).any():
             found.append("a slot's row and its replica's state disagree")
+        if (self.owner[promoting] != DAEMON_OWNER).any():
+            found.append("a block is promoted into a slot that is not the daemon's")
         if ((self.state == ReplicaState.RESERVED) & (self.owner == NOBODY)).any():
             found.append("a RESERVED slot has no owner")
         if (resident & (self.owner != NOBODY)).any():

@@ -32,7 +32,6 @@ class LeaseTableMachine(RuleBasedStateMachine):
             session=SessionId(session),
             engine=engine,
             namespace=NamespaceId(1),
-            void_count=0,
             deadline=self.now + seconds,
         ).lease
         assert lease not in self.open

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.core.index import PrefixIndex
+from kvtier.core.index import IN_CALL, NOBODY, PrefixIndex
 from kvtier.types import BlockHash
 from tests.support.machines import machine_settings
 from tests.support.world import chain
@@ -17,16 +17,20 @@ from tests.support.world import chain
 DEPTH = 5
 CHAINS = [chain("".join(path)) for path in product("ab", repeat=DEPTH)]
 picks = st.integers(0, len(CHAINS) - 1)
+PARENT = {block: parent for hashes in CHAINS for parent, block in pairwise(hashes)}
+BLOCKS = list(dict.fromkeys(block for hashes in CHAINS for block in hashes))
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """Runs of a chain come, leaves go, subtrees are doomed and swept a bit at a time."""
+    """Runs of a chain come, trees of any shape are adopted, leaves go, subtrees are doomed and
+    swept a bit at a time."""
 
     @initialize()
     def start(self) -> None:
         self.index = PrefixIndex()
-        self.place: dict[BlockHash, int] = {}  # What a caller can still find in the index.
-        self.swept: list[int] = []
+        # What a caller can still find in the index: a place in memory, or a slot on NVMe.
+        self.place: dict[BlockHash, int] = {}
+        self.nvme_slot: dict[BlockHash, int] = {}
         self.next_place = 0
 
     @rule(pick=picks, count=st.integers(1, DEPTH))
@@ -35,42 +39,59 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         start = self.index.match(hashes)
         run = []
         for block in hashes[start : start + count]:
-            if block in self.place:
+            if self.is_resident(block):
                 break  # Below a gap that a doomed block has left.
             run.append(block)
         if not run:
             return
         places = np.arange(self.next_place, self.next_place + len(run), dtype=np.int32)
-        parent = int(self.index.rows(hashes[:start])[-1]) if start else None
+        parent = self.row_of(hashes[start - 1]) if start else None
         rows = self.index.insert_run(run, parent=parent, places=places)
         assert self.index.place[rows].tolist() == places.tolist()
         self.place.update(zip(run, places.tolist(), strict=True))
         self.next_place += len(run)
 
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), unique=True, max_size=12))
+    def adopt(self, blocks: list[BlockHash]) -> None:
+        chosen: dict[BlockHash, int] = {}
+        parents = []
+        for block in blocks:
+            parent = PARENT.get(block)
+            if self.is_resident(block):
+                continue
+            if parent is None:
+                parents.append(NOBODY)
+            elif parent in chosen:
+                parents.append(IN_CALL - chosen[parent])
+            elif self.is_resident(parent):
+                parents.append(self.row_of(parent))
+            else:
+                continue
+            chosen[block] = len(chosen)
+        slots = np.arange(self.next_place, self.next_place + len(chosen), dtype=np.int64)
+        rows = self.index.adopt(
+            list(chosen), parents=np.array(parents, dtype=np.int32), nvme_slots=slots
+        )
+        assert (self.index.place[rows] == NOBODY).all()
+        self.nvme_slot.update(zip(chosen, slots.tolist(), strict=True))
+        self.next_place += len(chosen)
+
     @rule(pick=picks)
     def remove_leaf(self, pick: int) -> None:
         hashes = CHAINS[pick][: self.index.match(CHAINS[pick])]
-        if not hashes:
-            return
-        rows = self.index.rows(hashes)
-        row = int(rows[-1])
-        assert self.index.has_row(row)
-        if not self.index.is_leaf(row):
-            return
-        parent = self.index.remove(row)
-        del self.place[hashes[-1]]
-        assert not self.index.sweep_pending or parent is None or parent >= 0
-        if len(hashes) > 1 and not self.index.sweep_pending:
-            expected = int(rows[-2]) if self.is_leaf(hashes[-2]) else None
-            assert parent == expected, "the parent's being a leaf was not told"
+        if hashes and self.index.is_leaf(self.row_of(hashes[-1])):
+            row = self.row_of(hashes[-1])
+            assert self.index.has_row(row)
+            self.leave(hashes[-1])
+            self.index.remove(row)
 
     @rule(pick=picks, depth=st.integers(0, DEPTH - 1))
     def doom(self, pick: int, depth: int) -> None:
         block = CHAINS[pick][depth]
-        if block in self.place:
-            row = int(self.index.rows([block])[0])
+        if self.is_resident(block):
+            row = self.row_of(block)
+            self.leave(block)
             self.index.doom(row)
-            del self.place[block]
             assert not self.index.has_row(row)
 
     @rule(count=st.integers(1, 3))
@@ -78,31 +99,69 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         rows, hashes = self.index.sweep(count)
         assert len(rows) <= count
         for block in hashes:
-            del self.place[block]
+            self.forget(block)
         self.index.forget_rows(rows)
 
     @rule()
     def sweep_all(self) -> None:
         while self.index.sweep_pending:
             self.sweep(2)
-        for hashes in CHAINS:
-            for parent, block in pairwise(hashes):
-                assert block not in self.place or parent in self.place, "not prefix-closed"
+        for block, parent in PARENT.items():
+            assert not self.is_resident(block) or self.is_resident(parent), "not prefix-closed"
+        for block in BLOCKS:
+            if self.is_resident(block):
+                self.check_children(block)
 
     @invariant()
     def galloping_is_counting(self) -> None:
         assert self.index.check_invariants() == []
         for hashes in CHAINS:
-            count = next((i for i, block in enumerate(hashes) if block not in self.place), DEPTH)
+            count = next((i for i, one in enumerate(hashes) if not self.is_resident(one)), DEPTH)
             assert self.index.match(hashes) == count
             rows = self.index.rows(hashes)
-            assert self.index.place[rows].tolist() == [self.place[one] for one in hashes[:count]]
+            here = hashes[:count]
+            assert self.index.place[rows].tolist() == [self.place.get(one, -1) for one in here]
+            assert self.index.nvme_slot[rows].tolist() == [
+                self.nvme_slot.get(one, -1) for one in here
+            ]
 
-    def is_leaf(self, block: BlockHash) -> bool:
-        return not any(
-            block in hashes[:-1] and hashes[hashes.index(block) + 1] in self.place
-            for hashes in CHAINS
-        )
+    # --------------------------------------------------------------------------------- helpers
+
+    def is_resident(self, block: BlockHash) -> bool:
+        return block in self.place or block in self.nvme_slot
+
+    def row_of(self, block: BlockHash) -> int:
+        return int(self.index.rows([block])[0])
+
+    def forget(self, block: BlockHash) -> None:
+        assert self.is_resident(block)
+        self.place.pop(block, None)
+        self.nvme_slot.pop(block, None)
+
+    def leave(self, block: BlockHash) -> None:
+        """Its replica goes, before it does itself."""
+        if block in self.place:
+            parent = PARENT.get(block)
+            told = self.index.leave_memory(self.row_of(block))
+            siblings = [one for one in self.place if PARENT.get(one) == parent and one != block]
+            if parent is not None and not self.index.sweep_pending:
+                assert told == (None if siblings else self.row_of(parent)), (
+                    "the parent was not told"
+                )
+        self.forget(block)
+
+    def check_children(self, block: BlockHash) -> None:
+        """While nothing is doomed, the children are those that are resident, in a sound list."""
+        index, row = self.index, self.row_of(block)
+        found: list[int] = []
+        child = int(index._first_child[row])
+        while child != NOBODY:
+            assert int(index._previous_sibling[child]) == (found[-1] if found else NOBODY)
+            found.append(child)
+            child = int(index._next_sibling[child])
+        mine = [one for one, parent in PARENT.items() if parent == block and self.is_resident(one)]
+        assert sorted(found) == sorted(map(self.row_of, mine))
+        assert index.memory_children[row] == sum(one in self.place for one in mine)
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase

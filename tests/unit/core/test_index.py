@@ -55,11 +55,28 @@ def test_a_block_is_a_leaf_until_it_is_continued(index: PrefixIndex) -> None:
     assert not index.is_leaf(second)
 
 
+def test_the_last_child_to_leave_memory_is_told_with_its_parent(index: PrefixIndex) -> None:
+    [parent, first] = insert(index, "ab")
+    [second] = insert(index, "ac", after="a")
+    assert index.leave_memory(first) is None
+    assert index.leave_memory(second) == parent
+    assert not index.is_leaf(parent)
+
+
+def test_a_child_that_enters_memory_counts_again(index: PrefixIndex) -> None:
+    [parent, child] = insert(index, "ab")
+    index.leave_memory(child)
+    index.enter_memory(np.array([child], dtype=np.int32))
+    assert index.memory_children[parent] == 1
+
+
 def test_removing_the_last_child_makes_the_parent_a_leaf(index: PrefixIndex) -> None:
     [parent, first] = insert(index, "ab")
     [second] = insert(index, "ac", after="a")
-    assert index.remove(first) is None
-    assert index.remove(second) == parent
+    index.remove(first)
+    assert not index.is_leaf(parent)
+    index.remove(second)
+    assert index.is_leaf(parent)
 
 
 def test_a_block_with_children_is_not_removed(index: PrefixIndex) -> None:

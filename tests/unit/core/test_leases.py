@@ -19,7 +19,6 @@ def grant(table: LeaseTable, deadline: float, engine: EngineId | None = None) ->
         session=SessionId(1),
         engine=engine,
         namespace=NamespaceId(1),
-        void_count=0,
         deadline=deadline,
     )
 

@@ -92,6 +92,7 @@ def test_a_corrupt_block_takes_what_depends_on_it_along(story: Story) -> None:
 
 def test_a_block_that_came_back_survives_what_is_still_said_of_its_old_slot(story: Story) -> None:
     slots = story.offload("ab")
+    story.acquire("ab")  # Whoever still says something of a slot holds it.
     story.world.start(ev.SlotsCorrupt(NS, slots_of(slots[1:])))
     story.world.start(story.commit_event(chain("ab")[1:], story.reserve_now(1), chain("a")[0]))
     story.world.start(ev.SlotsCorrupt(NS, slots_of(slots[1:])))

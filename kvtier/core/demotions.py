@@ -1,0 +1,322 @@
+"""Write-behind: blocks are copied to NVMe while they are in memory, so that evicting them writes
+nothing.
+
+Who goes down: blocks used twice and those of a chain that pauses (*admitted*), and all others while
+the write budget has room to spare. A chain goes head first: a block whose parent has no copy brings
+its parents along. Blocks of a segment that is about to be reused go again, once, if they were used
+since they were written (`retiring.py`).
+
+Invariant: a block is under way at most once; its place is pinned and its new slot reserved until
+Demoted comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.index import NOBODY, PrefixIndex, RowFlag, Rows
+from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.replica import ReplicaState
+from kvtier.core.residency import Residency, runs_of
+from kvtier.core.retiring import Retiring
+from kvtier.core.settings import NvmeSettings
+from kvtier.core.write_budget import WriteBudget
+from kvtier.types import BlockHash, NamespaceId, TierName
+
+# What waits is bounded: the oldest gives way, and may ask again at its next use.
+_WAITING_MAX = 1 << 16
+# How far up a chain a block looks for the first parent that has no copy. Chains wait in order, so
+# as a rule it is one step.
+_PARENTS_MAX = 1024
+# However many that wait are gone already, one call looks at no more than so many batches of them.
+_GATHERED_MAX = 8
+# A segment is kept free for blocks that go again, where there are enough of them.
+_SEGMENTS_FOR_SPARE = 3
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    index: PrefixIndex
+    row: int
+    block: BlockHash
+
+
+class Demotions:
+    """Part of the block manager, with its own slice of its state."""
+
+    def __init__(
+        self, namespaces: Mapping[NamespaceId, Residency], nvme: NvmeTier, settings: NvmeSettings
+    ) -> None:
+        self._namespaces = namespaces
+        self._nvme = nvme
+        self._settings = settings
+        self.retiring = Retiring(nvme, wait_seconds=settings.retire_wait_seconds)
+        self.budget = WriteBudget(bytes_per_hour=settings.write_bytes_per_hour)
+        self._admitted: deque[tuple[NamespaceId, int]] = deque()
+        self._spare: deque[tuple[NamespaceId, int]] = deque()
+        self._under_way: dict[int, _UnderWay] = {}  # By NVMe slot.
+        self._sequence = 0
+        self.under_way_bytes = 0
+        self.written_bytes = 0
+        self.demoted_count = 0
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._admitted) + len(self._spare)
+
+    @property
+    def under_way_count(self) -> int:
+        return len(self._under_way)
+
+    # ----------------------------------------------------------------------------------- asking
+
+    def note_use(self, residency: Residency, rows: Rows) -> None:
+        """These blocks, in chain order, were used: those used twice are admitted."""
+        if self._nvme.is_writable:
+            index = residency.index
+            twice = rows[(index.uses[rows] >= 2) & (index.nvme_slot[rows] == NOBODY)]
+            if len(twice):
+                self._ask(self._admitted, RowFlag.ADMITTED, residency, twice)
+
+    def note_summed(self, residency: Residency, rows: Rows) -> None:
+        """These blocks, in chain order, have a checksum now."""
+        if self._nvme.is_writable:
+            twice = residency.index.uses[rows] >= 2
+            self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
+            self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
+
+    def admit(self, residency: Residency, rows: Rows) -> None:
+        """A hint: these blocks will be wanted again, later."""
+        index = residency.index
+        index.uses[rows] = np.maximum(index.uses[rows], 2)
+        self.note_use(residency, rows)
+
+    def _ask(
+        self,
+        queue: deque[tuple[NamespaceId, int]],
+        flag: np.uint8,
+        residency: Residency,
+        rows: Rows,
+    ) -> None:
+        index, tier = residency.index, residency.tier
+        places = index.place[rows]
+        fresh = (index.nvme_slot[rows] == NOBODY) & tier.is_ready(places) & tier.summed[places]
+        fresh &= (index.flags[rows] & (flag | RowFlag.DEMOTING)) == 0
+        mine = rows[fresh]
+        index.flags[mine] |= flag
+        namespace = residency.facts.namespace
+        queue.extend((namespace, row) for row in mine.tolist())
+        while len(queue) > _WAITING_MAX:
+            self._pop(queue, flag)
+
+    def _pop(self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8) -> None:
+        namespace, row = queue.popleft()
+        index = self._namespaces[namespace].index
+        if row < len(index.flags):
+            index.flags[row] &= ~flag
+
+    # --------------------------------------------------------------------------------- beginning
+
+    def pump(self, now: float) -> list[ins.Instruction]:
+        """Begin as many demotions as the limits allow."""
+        found: list[ins.Instruction] = []
+        if not self._nvme.is_writable:
+            return found
+        self.budget.tell(now)
+        while self.under_way_bytes < self._settings.transfer_bytes_max:
+            begun = self._begin_again() or self._begin_next(now)
+            if not begun:
+                break
+            found.extend(begun)
+        return found
+
+    def _begin_again(self) -> list[ins.Instruction]:
+        """Blocks of the segment that is retiring."""
+        batch = self.retiring.take_batch(self._settings.batch_blocks)
+        if batch is None:
+            return []
+        residency, rows = batch
+        return self._begin(residency, rows, free_kept_count=0)[0]
+
+    def _begin_next(self, now: float) -> list[ins.Instruction]:
+        if not self.budget.may_write():
+            return []
+        queues = [(self._admitted, RowFlag.ADMITTED)]
+        if self.budget.has_spare():
+            queues.append((self._spare, RowFlag.SPARE))
+        for queue, flag in queues:
+            for _ in range(_GATHERED_MAX):
+                if not queue:
+                    break
+                residency, rows = self._gather(queue, flag)
+                if not len(rows):
+                    continue  # All of them have gone, or gone down, since they asked.
+                segments = self._nvme.book.segment_count
+                kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
+                found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
+                if begun_count < len(rows):
+                    self._put_back(queue, flag, residency, rows[begun_count:])
+                    self.retiring.begin(now)
+                return found
+        return []
+
+    def _gather(
+        self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8
+    ) -> tuple[Residency, Rows]:
+        """The next blocks of one namespace, with the parents that they need; flagged DEMOTING."""
+        namespace = queue[0][0]
+        residency = self._namespaces[namespace]
+        index = residency.index
+        count_max = self._settings.batch_blocks
+        if residency.facts.fingerprint:
+            count_max = min(
+                count_max, max(1, self._settings.batch_bytes // residency.facts.layout.slot_bytes)
+            )
+        rows: list[int] = []
+        looked_count = 0
+        while queue and queue[0][0] == namespace and len(rows) < count_max:
+            row = queue[0][1]
+            looked_count += 1
+            chain = self._missing_chain(residency, row, flag)
+            room = count_max - len(rows)
+            if len(chain) <= room:
+                self._pop(queue, flag)
+            for one in chain[:room]:
+                index.flags[one] |= RowFlag.DEMOTING
+                rows.append(one)
+            if looked_count == 4 * count_max:
+                break  # Many that are gone already: go on at the next call.
+        return residency, np.array(rows, dtype=np.int32)
+
+    def _missing_chain(self, residency: Residency, row: int, flag: np.uint8) -> list[int]:
+        """The block and those before it that have no copy, first one first; none if that cannot
+        be, or if it has one."""
+        index, tier = residency.index, residency.tier
+        if row >= len(index.flags) or not index.flags[row] & flag or not index.has_row(row):
+            return []
+        chain: list[int] = []
+        at = row
+        while at != NOBODY and index.nvme_slot[at] == NOBODY:
+            if index.flags[at] & RowFlag.DEMOTING:
+                break
+            if not residency.is_in_memory(at) or not tier.summed[index.place[at]]:
+                return []
+            chain.append(at)
+            if len(chain) > _PARENTS_MAX:
+                return []
+            at = int(index.parent[at])
+        chain.reverse()
+        return chain
+
+    def _put_back(
+        self,
+        queue: deque[tuple[NamespaceId, int]],
+        flag: np.uint8,
+        residency: Residency,
+        rows: Rows,
+    ) -> None:
+        residency.index.flags[rows] &= ~RowFlag.DEMOTING
+        residency.index.flags[rows] |= flag
+        namespace = residency.facts.namespace
+        queue.extendleft((namespace, row) for row in rows[::-1].tolist())
+
+    def _begin(
+        self, residency: Residency, rows: Rows, *, free_kept_count: int
+    ) -> tuple[list[ins.Instruction], int]:
+        """Begin to demote the first of these blocks, for which there are slots; how many."""
+        facts, book = residency.facts, self._nvme.book
+        found: list[ins.Instruction] = []
+        if not facts.fingerprint or book.slot_count(facts.layout) == 0:
+            residency.index.flags[rows] &= ~RowFlag.DEMOTING
+            return [], len(rows)  # A block larger than a segment stays in memory.
+        reserved = book.reserve(
+            facts.fingerprint,
+            facts.layout,
+            len(rows),
+            reuse=False,
+            free_kept_count=free_kept_count,
+        )
+        if reserved.bound:
+            self._nvme.forget_segments([header.segment for header in reserved.bound])
+            found.append(ins.BindSegments(reserved.bound))
+        count = len(reserved.slots)
+        if not count:
+            return found, 0
+        mine = rows[:count]
+        places = residency.index.place[mine]
+        residency.tier.pin_for_transfer(places)
+        index = residency.index
+        for row, slot in zip(mine.tolist(), reserved.slots.tolist(), strict=True):
+            block = index.hash_of[row]
+            assert block is not None, "a resident row without its hash"
+            self._under_way[slot] = _UnderWay(index, row, block)
+        length_bytes = count * facts.layout.slot_bytes
+        self.under_way_bytes += length_bytes
+        self.budget.take(length_bytes)
+        found.append(ins.Demote(facts.namespace, residency.tier.slots_of(places), reserved.slots))
+        return found, count
+
+    # ------------------------------------------------------------------------------------ ending
+
+    def on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
+        residency = self._namespaces[event.namespace]
+        tier = residency.tier
+        places = tier.allocator.places_of(event.slots)
+        self.under_way_bytes -= len(event.slots) * residency.facts.layout.slot_bytes
+        ended = [self._end(residency, slot) for slot in event.nvme_slots.tolist()]
+        rows = np.array(ended, dtype=np.int32)
+        alive = (tier.state[places] == ReplicaState.READY) & (tier.row[places] == rows)
+        done = alive & (rows != NOBODY) & (event.outcomes == ev.TransferOutcome.DONE)
+        done &= self._nvme.is_readable
+        self.retiring.note_ended(residency.index.nvme_slot[rows[rows != NOBODY]].tolist())
+        found: list[ins.Instruction] = []
+        if done.any():
+            found.extend(self._commit(residency, rows[done], event, done))
+        self._nvme.book.abort(event.nvme_slots[~done])
+        corrupt = places[alive & (event.outcomes == ev.TransferOutcome.CORRUPT)]
+        hashes = residency.void_places(corrupt)
+        if len(corrupt):
+            found.append(ins.WriteGone(event.namespace, tier.slots_of(corrupt)))
+        if hashes:
+            found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
+        tier.unpin_transfer(places)
+        return [*found, *self.pump(now)]
+
+    def _end(self, residency: Residency, slot: int) -> int:
+        """The row of the block that was being written to this slot; NOBODY if it is gone."""
+        one = self._under_way.pop(slot)
+        if one.index is not residency.index or one.index.hash_of[one.row] is not one.block:
+            return NOBODY  # Cleared, or gone and its row perhaps another's.
+        one.index.flags[one.row] &= ~RowFlag.DEMOTING
+        return one.row if one.index.has_row(one.row) else NOBODY
+
+    def _commit(
+        self, residency: Residency, rows: Rows, event: ev.Demoted, done: np.ndarray
+    ) -> list[ins.Instruction]:
+        slots = event.nvme_slots[done]
+        hashes, parents = residency.named(rows)
+        self._nvme.commit(residency, rows, slots)
+        sequence = self._nvme.book.take_sequences(len(slots))
+        self.demoted_count += len(slots)
+        self.written_bytes += len(slots) * residency.facts.layout.slot_bytes
+        return [
+            ins.WriteNvmeReady(
+                namespace=event.namespace,
+                nvme_slots=slots,
+                hashes=hashes,
+                parents=parents,
+                checksums=event.checksums[done],
+                epoch=residency.epoch,
+                sequence=sequence,
+            ),
+            *(
+                ins.BlocksStored(event.namespace, TierName.NVME, run, parent)
+                for run, parent in runs_of(hashes, parents)
+            ),
+        ]

@@ -1,0 +1,342 @@
+"""Acquire and Release: who is granted a lease on what, at once or when promotion has ended.
+
+A lease pins what it promises from the start: blocks in memory, and the slots that the others are
+being promoted into. While it is pending it is on all of these; it is granted on the leading run
+that is READY when the last of them has ended, or when its wait is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.demotions import Demotions
+from kvtier.core.engines import DAEMON_SESSION, EngineTable
+from kvtier.core.index import NOBODY
+from kvtier.core.leases import Lease, LeaseTable
+from kvtier.core.promotions import Promotions, Want
+from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.residency import Residency
+from kvtier.core.settings import ManagerConfig
+from kvtier.core.shares import Shares
+from kvtier.errors import BadRequest, LimitExceeded
+from kvtier.types import BlockHash, Cut, EngineId, LeaseId, NamespaceId, TierName
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A lease that waits for promotion."""
+
+    lease: Lease
+    residency: Residency
+    skip_count: int
+    wait_until: float
+    cut: Cut  # Should all of it come.
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one slice of Acquire pinned."""
+
+    places: Places
+    from_nvme: Mask  # Where a block was on NVMe only.
+    cut: Cut
+    is_promoting: bool = False
+    instructions: list[ins.Instruction] = field(default_factory=list)
+
+
+class Granting:
+    """Part of the block manager, with its own slice of its state."""
+
+    def __init__(
+        self,
+        namespaces: Mapping[NamespaceId, Residency],
+        engines: EngineTable,
+        shares: Shares,
+        promotions: Promotions,
+        demotions: Demotions,
+        config: ManagerConfig,
+    ) -> None:
+        self._namespaces = namespaces
+        self._engines = engines
+        self._shares = shares
+        self._promotions = promotions
+        self._demotions = demotions
+        self._config = config
+        self.leases = LeaseTable(margin_seconds=config.lease_margin_seconds)
+        self._pending: dict[LeaseId, _Pending] = {}
+        self.is_draining = False
+
+    # --------------------------------------------------------------------------------- acquire
+
+    def acquire(self, event: ev.Acquire, residency: Residency, now: float) -> list[ins.Instruction]:
+        """One slice."""
+        if event.lease is None:
+            lease = self._begin_lease(event, residency, now)
+            if lease is None:
+                return [no_lease(residency, event, Cut.DRAINING)]
+        else:
+            found = self.leases.get(event.lease)
+            if found is None or not self._is_whole(found, residency, event.skip_count):
+                # It expired, its engine died, or blocks that it holds were voided between two
+                # slices. What is in doubt is a miss.
+                self.end(event.lease)
+                return [no_lease(residency, event, Cut.MISS)]
+            lease = found
+        sliced = self._pin_slice(event, residency, now)
+        lease.places.append(sliced.places)
+        lease.from_nvme.append(sliced.from_nvme)
+        done_count = event.done_count + len(sliced.places)
+        if sliced.cut is Cut.NONE and done_count < len(event.hashes):
+            rest = replace(
+                event,
+                lease=lease.lease,
+                done_count=done_count,
+                is_promoting=sliced.is_promoting,
+            )
+            return [*sliced.instructions, ins.Continue(rest)]
+        pending = _Pending(lease, residency, event.skip_count, event.wait_until, sliced.cut)
+        return [*sliced.instructions, *self._answer(pending)]
+
+    def _is_whole(self, lease: Lease, residency: Residency, skip_count: int) -> bool:
+        """Whether all that the lease holds is still there, or coming."""
+        return bool(_is_coming(residency, lease.all_places(), skip_count).all())
+
+    def _pin_slice(self, event: ev.Acquire, residency: Residency, now: float) -> _Found:
+        start = event.done_count
+        part = event.hashes[start : start + self._config.slice_blocks]
+        after = event.hashes[start - 1] if start else None
+        waits = event.wait_until > now
+        if not (event.is_promoting and waits):
+            sliced = residency.lease(
+                part,
+                after=after,
+                mapped_from=max(0, event.skip_count - start),
+                usable=self._shares.usable(event.session, event.namespace),
+                limit_count=self._shares.lease_count_max(residency),
+                now=now,
+            )
+            self._demotions.note_use(residency, sliced.rows)
+            from_nvme = sliced.places == NOBODY
+            if sliced.cut is not Cut.DEADLINE or not waits:
+                return _Found(sliced.places, from_nvme, sliced.cut)
+            if len(sliced.places):  # The rest of it in the next slice, with promotion.
+                return _Found(sliced.places, from_nvme, Cut.NONE, is_promoting=True)
+        return self._promote_slice(event, residency, part, after, now)
+
+    def _promote_slice(
+        self,
+        event: ev.Acquire,
+        residency: Residency,
+        part: Sequence[BlockHash],
+        after: BlockHash | None,
+        now: float,
+    ) -> _Found:
+        """Pin blocks wherever they are, and have those promoted that are on NVMe only."""
+        part = part[: self._config.evict_slice_blocks]
+        rows, cut = residency.straight_rows(part, after)
+        skipped = max(0, event.skip_count - event.done_count)
+        places = residency.index.place[rows]
+        wanted = np.flatnonzero(places == NOBODY)
+        wanted = wanted[wanted >= skipped]
+        room = self._pin_room(residency, places, skipped)
+        if room < len(rows):
+            rows, cut = rows[:room], Cut.PIN_LIMIT
+            wanted = wanted[wanted < room]
+        # Pinned before slots are taken: evicting for them must not hit this chain.
+        places = residency.index.place[rows]
+        held = places[places >= 0]
+        residency.tier.pin_for_lease(held)
+        taken, instructions = self._promotions.ask(
+            residency, rows[wanted], want=Want.LEASE, session=event.session, now=now
+        )
+        residency.tier.pin_for_lease(taken)
+        if len(taken) < len(wanted):
+            stop, cut = int(wanted[len(taken)]), Cut.NO_SPACE
+            self._unpin(residency, places[stop:])
+            rows = rows[:stop]
+        places = residency.index.place[rows]
+        # Cut where a block lies in a slab set that the engine has not mapped.
+        usable = self._shares.usable(event.session, event.namespace)
+        count = residency.mapped_count(places, skipped, usable)
+        if count < len(places):
+            self._unpin(residency, places[count:])
+            rows, places, cut = rows[:count], places[:count], Cut.UNMAPPED
+        residency.touch(rows, now)
+        from_nvme = ~residency.tier.is_ready(places)
+        instructions.extend(self._promotions.pump(now))
+        return _Found(places, from_nvme, cut, is_promoting=True, instructions=instructions)
+
+    def _pin_room(self, residency: Residency, places: Places, skipped: int) -> int:
+        """How many of these blocks the limit on pins allows, those to be promoted included."""
+        fresh = np.ones(len(places), dtype=np.int64)
+        held = places >= 0
+        fresh[held] = residency.tier.lease_pins[places[held]] == 0
+        fresh[:skipped][~held[:skipped]] = 0
+        room = self._shares.lease_count_max(residency) - residency.tier.leased_count
+        return int(np.searchsorted(np.cumsum(fresh), room, side="right"))
+
+    def _begin_lease(self, event: ev.Acquire, residency: Residency, now: float) -> Lease | None:
+        """A lease on nothing yet; None while draining."""
+        engine = None
+        if event.session != DAEMON_SESSION:
+            session = self._engines.require_slots(event.session, event.namespace)
+            engine = session.engine
+            if self.leases.count_of(event.session) >= self._config.leases_per_session_max:
+                raise LimitExceeded(
+                    f"{self._config.leases_per_session_max} leases are open in this session: "
+                    "release some"
+                )
+            if event.deadline > now + self._config.lease_seconds_max:
+                raise BadRequest(
+                    f"a lease may last {self._config.lease_seconds_max:g} s: ask for less"
+                )
+        self._shares.note_use(event.namespace, now)
+        if self.is_draining:
+            return None
+        return self.leases.grant(
+            session=event.session,
+            engine=engine,
+            namespace=event.namespace,
+            deadline=event.deadline,
+        )
+
+    # -------------------------------------------------------------------------------- granting
+
+    def _answer(self, pending: _Pending) -> list[ins.Instruction]:
+        lease, residency = pending.lease, pending.residency
+        places = lease.all_places()
+        ready = _leading(_is_settled(residency, places, pending.skip_count))
+        if ready < len(places) and len(places) > pending.skip_count:
+            self._pending[lease.lease] = pending
+            return [ins.LeasePending(lease.lease, len(places), ready)]
+        return [self._grant(pending, len(places), pending.cut)]
+
+    def _grant(self, pending: _Pending, count: int, cut: Cut) -> ins.LeaseGranted:
+        """Grant the first `count` blocks of the lease."""
+        lease, residency = pending.lease, pending.residency
+        places = lease.all_places()
+        if count <= pending.skip_count:
+            self.end(lease.lease)
+            none = np.zeros(0, dtype=np.uint32)
+            return ins.LeaseGranted(None, 0, none, lease.deadline, cut, residency.epoch, ())
+        self._unpin(residency, places[count:])
+        places = places[:count]
+        lease.places = [places]
+        nvme_count = int(lease.all_from_nvme()[:count].sum())
+        tiers = ((TierName.DRAM, count - nvme_count), (TierName.NVME, nvme_count))
+        return ins.LeaseGranted(
+            lease=lease.lease,
+            leased_count=count,
+            slots=residency.tier.slots_of(places[pending.skip_count :]),
+            deadline=lease.deadline,
+            cut=cut,
+            epoch=residency.epoch,
+            tiers=tuple(one for one in tiers if one[1]),
+        )
+
+    def grant_ended(self, residency: Residency) -> list[ins.Instruction]:
+        """Promotions of this namespace have ended: grant the leases that wait for no more."""
+        found: list[ins.Instruction] = []
+        for pending in list(self._pending.values()):
+            if pending.residency is not residency:
+                continue
+            places = pending.lease.all_places()
+            ready = _leading(_is_settled(residency, places, pending.skip_count))
+            coming = _leading(_is_coming(residency, places, pending.skip_count))
+            if ready >= coming:
+                cut = pending.cut if ready == len(places) else Cut.MISS
+                found.append(self._grant_pending(pending, ready, cut))
+        return found
+
+    def end_waits(self, now: float) -> list[ins.Instruction]:
+        """Grant what is there to those who would wait no longer."""
+        found: list[ins.Instruction] = []
+        for pending in list(self._pending.values()):
+            if pending.wait_until <= now:
+                places = pending.lease.all_places()
+                ready = _leading(_is_settled(pending.residency, places, pending.skip_count))
+                cut = pending.cut if ready == len(places) else Cut.DEADLINE
+                found.append(self._grant_pending(pending, ready, cut))
+        if found:
+            found.extend(self._promotions.drop_unwanted())
+        return found
+
+    def _grant_pending(self, pending: _Pending, count: int, cut: Cut) -> ins.LeaseReady:
+        del self._pending[pending.lease.lease]
+        return ins.LeaseReady(pending.lease.lease, self._grant(pending, count, cut))
+
+    def next_deadline(self) -> float | None:
+        waits = min((one.wait_until for one in self._pending.values()), default=None)
+        times = [time for time in (waits, self.leases.next_expiry()) if time is not None]
+        return min(times, default=None)
+
+    # ---------------------------------------------------------------------------------- ending
+
+    def release(self, event: ev.Release, now: float) -> list[ins.Instruction]:
+        count = 0
+        engine: EngineId | None = None
+        if event.session != DAEMON_SESSION:
+            engine = self._engines.require_live(event.session).engine
+        for lease in event.leases:
+            found = self.leases.get(lease)
+            if found is not None and found.engine == engine:
+                count += 1
+                self.end(lease)
+        return [ins.LeasesEnded(count)]
+
+    def end(self, lease: LeaseId) -> None:
+        ended = self.leases.end(lease)
+        if ended is not None:
+            self._forget(ended)
+
+    def end_engine(self, engine: EngineId) -> None:
+        for lease in self.leases.end_engine(engine):
+            self._forget(lease)
+
+    def expire(self, now: float) -> None:
+        for lease in self.leases.expire(now=now):
+            self._forget(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        self._pending.pop(lease.lease, None)
+        self._unpin(self._namespaces[lease.namespace], lease.all_places())
+
+    def _unpin(self, residency: Residency, places: Places) -> None:
+        residency.tier.unpin_lease(places[places >= 0])
+
+
+def no_lease(residency: Residency, event: ev.Acquire, cut: Cut) -> ins.LeaseGranted:
+    none = np.zeros(0, dtype=np.uint32)
+    return ins.LeaseGranted(None, 0, none, event.deadline, cut, residency.epoch, ())
+
+
+def _is_settled(residency: Residency, places: Places, skip_count: int) -> Mask:
+    """Where nothing has to be waited for: READY, or a block that the engine has itself."""
+    found = residency.tier.is_ready(places)
+    found[:skip_count] = True
+    return found
+
+
+def _is_coming(residency: Residency, places: Places, skip_count: int) -> Mask:
+    """Where a block is or may still come."""
+    tier = residency.tier
+    found = residency.tier.is_ready(places)
+    if len(tier.state):
+        promoting = (tier.state[places] == ReplicaState.RESERVED) & (tier.row[places] != NOBODY)
+        found |= promoting & (places >= 0)
+    found[:skip_count] = True
+    return found
+
+
+def _leading(mask: Mask) -> int:
+    """How many are True before the first False."""
+    absent = np.flatnonzero(~mask)
+    return int(absent[0]) if len(absent) else len(mask)

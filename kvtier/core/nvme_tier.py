@@ -1,0 +1,309 @@
+"""The NVMe tier of all namespaces: which slot holds which block, and what it loses.
+
+The book of segments says which slots are in use; the index of each namespace says where a block's
+copy lies; here is the way back, from a slot to its block. A segment of a namespace that nobody has
+opened in this life of the daemon holds blocks without rows; they are taken in by BlocksRecovered,
+or go when the segment is reused.
+
+Invariant: a slot that the book says READY is named by exactly one row, or its namespace is not
+taken in yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core.index import IN_CALL, NOBODY, RowFlag, Rows
+from kvtier.core.residency import Residency
+from kvtier.core.segments import SegmentBook, Slots
+from kvtier.types import BlockHash, NamespaceId, TierName
+
+Mask = npt.NDArray[np.bool_]
+Sequences = npt.NDArray[np.uint64]
+
+# Blocks taken in between two turns of the event loop: about 2 ms.
+RECOVERED_SLICE_BLOCKS = 2048
+_LOST_SLICE_BLOCKS = 256
+
+
+class NvmeTier:
+    """Closed until NvmeOpened comes; part of the block manager."""
+
+    def __init__(self, namespaces: Mapping[NamespaceId, Residency]) -> None:
+        self._namespaces = namespaces
+        self._book: SegmentBook | None = None
+        self._row_of: dict[int, Rows] = {}  # By segment: the row of each slot's block.
+        self._namespace_of: dict[bytes, NamespaceId] = {}  # By fingerprint.
+        self.is_writable = False
+        self.is_readable = False
+        self.dropped_count = 0  # Recovered blocks that could not be taken in.
+
+    @property
+    def is_open(self) -> bool:
+        return self._book is not None
+
+    @property
+    def book(self) -> SegmentBook:
+        assert self._book is not None, "the NVMe tier is not open"
+        return self._book
+
+    def residency_of(self, fingerprint: bytes) -> Residency | None:
+        found = self._namespace_of.get(fingerprint)
+        return None if found is None else self._namespaces[found]
+
+    def note_namespace(self, residency: Residency) -> None:
+        self._namespace_of[residency.facts.fingerprint] = residency.facts.namespace
+
+    # --------------------------------------------------------------------------------- opening
+
+    def on_nvme_opened(self, event: ev.NvmeOpened, now: float) -> list[ins.Instruction]:
+        assert self._book is None, "the NVMe pool was opened twice"
+        self._book = SegmentBook(
+            segment_bytes=event.segment_bytes,
+            segment_count=event.segment_count,
+            row_count_max=event.row_count_max,
+            lane_count=event.lane_count,
+            sequence_first=event.sequence_first,
+        )
+        self._book.adopt(event.lives)
+        self.is_readable = True
+        self.is_writable = event.is_writable
+        return []
+
+    def on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:
+        residency = self._namespaces[event.namespace]
+        if event.epoch != residency.epoch or not self.is_readable:
+            return []  # Cleared since the pool was read: all of it is void.
+        start, stop = event.done_count, event.done_count + RECOVERED_SLICE_BLOCKS
+        count = len(event.nvme_slots)
+        rows = event.rows if event.rows is not None else np.full(count, NOBODY, dtype=np.int32)
+        kept = self._take_in(residency, event, rows, start, min(stop, count))
+        slots = event.nvme_slots[start:stop]
+        lost = slots[~kept & self._still_ready(slots, event.sequences[start:stop])]
+        self.dropped_count += len(lost)
+        found = self.forget_slots(lost.tolist())
+        if stop < count:
+            after = replace(event, done_count=stop, rows=rows, change_count=residency.change_count)
+            found.append(ins.Continue(after))
+        return found
+
+    def _take_in(
+        self, residency: Residency, event: ev.BlocksRecovered, rows: Rows, start: int, stop: int
+    ) -> Mask:
+        """Give rows to the blocks of this part; which of them have their copy on NVMe now."""
+        index = residency.index
+        hashes = [_hash_at(event, residency, one) for one in range(start, stop)]
+        slots = event.nvme_slots[start:stop]
+        valid = self._still_ready(slots, event.sequences[start:stop])
+        there = index.row_of.get_all(hashes)
+        mine = rows[start:stop]  # A view: what is written to it is remembered.
+        mine[:] = [NOBODY if row is None else row for row in there]
+        # Whoever was committed meanwhile gets the copy; a copy it has already stays.
+        kept: Mask = valid & (mine != NOBODY)
+        kept[kept] = index.nvme_slot[mine[kept]] == NOBODY
+        fresh = valid & (mine == NOBODY)
+        codes, fresh = self._parent_codes(residency, event, rows, start, fresh)
+        chosen = np.flatnonzero(fresh)
+        mine[chosen] = index.adopt(
+            [hashes[one] for one in chosen.tolist()],
+            parents=codes[chosen],
+            nvme_slots=slots[chosen].astype(np.int64),
+        )
+        kept = kept | fresh
+        if event.used_at is not None:
+            index.used_at[mine[chosen]] = event.used_at[start:stop][chosen]
+        self._name(residency, mine[kept], slots[kept])
+        return kept
+
+    def _parent_codes(
+        self,
+        residency: Residency,
+        event: ev.BlocksRecovered,
+        rows: Rows,
+        start: int,
+        fresh: Mask,
+    ) -> tuple[Rows, Mask]:
+        """Each one's parent as `PrefixIndex.adopt` wants it; and who of `fresh` has one."""
+        parents = event.parents[start : start + len(fresh)]
+        codes = np.full(len(fresh), NOBODY, dtype=np.int32)
+        earlier = fresh & (parents != NOBODY) & (parents < start)
+        if event.change_count != residency.change_count:
+            # Blocks have gone since the last slice, and their rows may be those of others.
+            for parent in np.unique(parents[earlier]).tolist():
+                row = residency.index.row_of.get(_hash_at(event, residency, parent))
+                rows[parent] = NOBODY if row is None else row
+        codes[earlier] = rows[parents[earlier]]
+        fresh = fresh & ~(earlier & (codes == NOBODY))
+        inside = np.flatnonzero(fresh & (parents >= start))
+        beside = parents[inside] - start
+        known = rows[start : start + len(fresh)][beside]
+        while True:  # Ends: each round takes one out, or is the last.
+            orphans = inside[fresh[inside] & (known == NOBODY) & ~fresh[beside]]
+            if not len(orphans):
+                break
+            fresh[orphans] = False
+        ordinals = np.cumsum(fresh) - 1
+        codes[inside] = np.where(known != NOBODY, known, IN_CALL - ordinals[beside])
+        return codes, fresh
+
+    def _still_ready(self, slots: Slots, sequences: Sequences) -> Mask:
+        """Which of these are in the same life of their segment as when the pool was read."""
+        book = self.book
+        found = np.zeros(len(slots), dtype=np.bool_)
+        segments = slots // book.row_count_max
+        for segment in np.unique(segments).tolist():
+            life = book.life_of(segment)
+            mine = segments == segment
+            if life is None:
+                continue
+            ready = np.isin(slots[mine], book.ready_slots(segment))
+            found[mine] = ready & (sequences[mine] == life.sequence)
+        return found
+
+    def on_nvme_changed(self, event: ev.NvmeChanged, now: float) -> list[ins.Instruction]:
+        self.is_writable = False
+        if not event.readable:
+            self.is_readable = False
+            return [ins.Continue(ev.SweepVoid())]
+        return []
+
+    # ---------------------------------------------------------------------------------- blocks
+
+    def commit(self, residency: Residency, rows: Rows, slots: Slots) -> list[int]:
+        """Reserved slots hold the blocks of these rows now; returns the slots that they leave."""
+        index = residency.index
+        before = index.nvme_slot[rows]
+        left: list[int] = before[before != NOBODY].tolist()
+        self.book.commit(slots)
+        self._name(residency, rows, slots)
+        self.forget_slots(left)
+        return left
+
+    def lose(self, residency: Residency, slots: Sequence[int]) -> list[ins.Instruction]:
+        """The blocks in these READY slots lose their copies."""
+        hashes: list[BlockHash] = []
+        for slot in slots:
+            row = self.row_at(slot)
+            if row != NOBODY and residency.index.has_row(row):
+                block = residency.index.hash_of[row]
+                assert block is not None, "a resident row without its hash"
+                hashes.append(block)
+                residency.leave_nvme(row)
+            elif row != NOBODY:
+                residency.index.nvme_slot[row] = NOBODY  # Doomed; it has not been swept yet.
+        found = self.forget_slots(slots)
+        if hashes:
+            found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.NVME, hashes))
+        return found
+
+    def lose_some(self) -> list[ins.Instruction] | None:
+        """A slice of everything, once the pool cannot be read any more; None when all is gone."""
+        if self._book is None or self.is_readable:
+            return None
+        for life in self._book.lives():
+            slots = self._book.ready_slots(life.segment).tolist()[:_LOST_SLICE_BLOCKS]
+            if slots:
+                residency = self.residency_of(life.fingerprint)
+                if residency is None:
+                    return self.forget_slots(slots)
+                return self.lose(residency, slots)
+        return None
+
+    def forget_slots(self, slots: Sequence[int]) -> list[ins.Instruction]:
+        """These READY slots hold nothing any more; no row names them."""
+        if not slots:
+            return []
+        count_max = self.book.row_count_max
+        for slot in slots:
+            rows = self._row_of.get(slot // count_max)
+            if rows is not None:
+                rows[slot % count_max] = NOBODY
+        gone = np.array(slots, dtype=np.uint32)
+        self.book.void(gone)
+        return [ins.WriteNvmeGone(gone)]
+
+    def clear(self, fingerprint: bytes) -> None:
+        """Every block of the namespace is void."""
+        if self._book is None:
+            return
+        for life in self._book.lives():
+            if life.fingerprint == fingerprint:
+                self._row_of.pop(life.segment, None)
+        self._book.void_all(fingerprint)
+
+    def row_at(self, slot: int) -> int:
+        rows = self._row_of.get(slot // self.book.row_count_max)
+        return NOBODY if rows is None else int(rows[slot % self.book.row_count_max])
+
+    def rows_at(self, slots: Slots) -> Rows:
+        """Rows of slots that lie in one segment."""
+        if not len(slots):
+            return np.zeros(0, dtype=np.int32)
+        segment, first = divmod(int(slots[0]), self.book.row_count_max)
+        rows = self._row_of.get(segment)
+        if rows is None:
+            return np.full(len(slots), NOBODY, dtype=np.int32)
+        found: Rows = rows[slots - np.uint32(int(slots[0]) - first)]
+        return found
+
+    def forget_segments(self, segments: Sequence[int]) -> None:
+        """These segments have a new life."""
+        for segment in segments:
+            self._row_of.pop(segment, None)
+
+    def _name(self, residency: Residency, rows: Rows, slots: Slots) -> None:
+        residency.index.nvme_slot[rows] = slots
+        residency.index.flags[rows] &= ~RowFlag.HOT
+        count_max = self.book.row_count_max
+        segments, offsets = np.divmod(slots, count_max)
+        for segment in np.unique(segments).tolist():
+            if segment not in self._row_of:
+                life = self.book.life_of(segment)
+                assert life is not None, "a block in a free segment"
+                self._row_of[segment] = np.full(life.slot_count, NOBODY, dtype=np.int32)
+            mine = segments == segment
+            self._row_of[segment][offsets[mine]] = rows[mine]
+
+    # ------------------------------------------------------------------------------- questions
+
+    def recency(self) -> Slots:
+        """Slots of all blocks, those of the blocks used least first as far as is known."""
+        if self._book is None:
+            return np.zeros(0, dtype=np.uint32)
+        parts = [
+            residency.nvme_slots_by_use()
+            for residency in self._namespaces.values()
+            if residency.facts.fingerprint
+        ]
+        return np.concatenate([np.zeros(0, dtype=np.uint32), *parts])
+
+    def check_invariants(self) -> list[str]:
+        if self._book is None:
+            return []
+        found = self._book.check_invariants()
+        for residency in self._namespaces.values():
+            index = residency.index
+            if residency.sweep_pending:
+                continue
+            rows = np.fromiter(index.row_of.rows(), np.int32, len(index.row_of))
+            rows = rows[index.nvme_slot[rows] != NOBODY]
+            slots = index.nvme_slot[rows].tolist()
+            if len(set(slots)) != len(slots):
+                found.append("two blocks in one NVMe slot")
+            if any(
+                not self._book.is_ready(slot) or self.row_at(slot) != row
+                for slot, row in zip(slots[:10_000], rows[:10_000].tolist(), strict=True)
+            ):
+                found.append("a block's NVMe slot does not hold that block")
+        return found
+
+
+def _hash_at(event: ev.BlocksRecovered, residency: Residency, position: int) -> BlockHash:
+    size = residency.facts.hash_bytes
+    return BlockHash(event.packed[position * size : position * size + size])

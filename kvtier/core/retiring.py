@@ -1,0 +1,158 @@
+"""Emptying the segment that is reused next: oldest first, whoever filled it.
+
+What of it was used since it was written goes again, once, to a segment that is being filled; blocks
+that are on NVMe only are promoted for that. The rest is forgotten in slices. One segment retires at
+a time, and only when somebody needs one; a segment with pinned or reserved slots is passed over.
+
+At most half of a segment goes again: otherwise a set of blocks as large as the pool, all in use,
+would be written round and round and nothing new let in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from kvtier.core import instructions as ins
+from kvtier.core.index import NOBODY, RowFlag, Rows
+from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.residency import Residency
+from kvtier.layout import SegmentHeader
+
+_EMPTIED_SLICE_BLOCKS = 256
+
+
+class Retiring:
+    """Part of the block manager."""
+
+    def __init__(self, nvme: NvmeTier, *, wait_seconds: float) -> None:
+        self._nvme = nvme
+        self._wait_seconds = wait_seconds
+        self._life: SegmentHeader | None = None
+        self._began_at = 0.0
+        self._is_blocked = False  # What is left of the segment is being read.
+        self._waiting: set[int] = set()  # Slots whose blocks are to go again.
+        self._again: deque[int] = deque()  # Of these, rows in memory, not yet under way …
+        self._absent: list[int] = []  # … and rows that must be promoted first.
+        self.reused_count = 0
+        self.again_count = 0
+        self.dropped_count = 0
+
+    def begin(self, now: float) -> None:
+        """Somebody needs a segment."""
+        if self._life is not None or not self._nvme.is_writable:
+            return
+        book = self._nvme.book
+        life = book.oldest_of_all()
+        if life is None:
+            return
+        self._life, self._began_at, self._is_blocked = life, now, False
+        residency = self._nvme.residency_of(life.fingerprint)
+        slots = book.ready_slots(life.segment)
+        if residency is not None and len(slots):
+            self._sort_out(residency, slots, life)
+        book.stop_filling(life.segment)
+
+    def _sort_out(self, residency: Residency, slots: np.ndarray, life: SegmentHeader) -> None:
+        index = residency.index
+        rows = self._nvme.rows_at(slots)
+        rows = rows[rows != NOBODY]
+        hot = rows[(index.flags[rows] & RowFlag.HOT) != 0][: life.slot_count // 2]
+        self._waiting = set(index.nvme_slot[hot].tolist())
+        ready = residency.tier.is_ready(index.place[hot])
+        ready[ready] = residency.tier.summed[index.place[hot][ready]]
+        self._again = deque(hot[ready].tolist())
+        self._absent = hot[~ready & (index.place[hot] == NOBODY)].tolist()
+
+    def take_batch(self, count: int) -> tuple[Residency, Rows] | None:
+        """Blocks to be demoted again, flagged DEMOTING."""
+        residency = self._residency()
+        if residency is None or not self._again:
+            return None
+        index = residency.index
+        rows: list[int] = []
+        while self._again and len(rows) < count:
+            row = self._again.popleft()
+            slot = self._slot_of(residency, row)
+            if slot in self._waiting and residency.is_in_memory(row):
+                index.flags[row] |= RowFlag.DEMOTING
+                rows.append(row)
+            else:
+                self._waiting.discard(slot)
+        self.again_count += len(rows)
+        return (residency, np.array(rows, dtype=np.int32)) if rows else None
+
+    def take_absent(self) -> tuple[Residency, Rows] | None:
+        """Blocks that must be promoted in order to go again; once."""
+        residency = self._residency()
+        if residency is None or not self._absent:
+            return None
+        rows = [row for row in self._absent if self._slot_of(residency, row) in self._waiting]
+        self._absent = []
+        return residency, np.array(rows, dtype=np.int32)
+
+    def note_promoted(self, residency: Residency, rows: Rows) -> None:
+        """These blocks are in memory now."""
+        if self._waiting and residency is self._residency():
+            self._again.extend(
+                row for row in rows.tolist() if self._slot_of(residency, row) in self._waiting
+            )
+
+    def note_ended(self, slots: list[int]) -> None:
+        """Blocks in these slots have gone again, or will not."""
+        self._waiting.difference_update(slots)
+        self._is_blocked = False
+
+    def is_due(self, now: float) -> bool:
+        """Whether `step` has something to do, as far as is known."""
+        if self._life is None or self._is_blocked:
+            return False
+        return not self._waiting or now - self._began_at > self._wait_seconds
+
+    def step(self, now: float) -> list[ins.Instruction] | None:
+        """Forget a slice; None when there is nothing to do now."""
+        life = self._life
+        if life is None:
+            return None
+        book = self._nvme.book
+        if book.life_of(life.segment) != life:
+            self._end()
+            return None
+        if self._waiting and now - self._began_at > self._wait_seconds:
+            self._waiting.clear()  # A disk that stalls must not keep the others waiting for ever.
+        self._waiting = {slot for slot in self._waiting if book.is_ready(slot)}
+        if self._waiting:
+            return None
+        slots = [
+            slot for slot in book.ready_slots(life.segment).tolist() if not book.is_pinned(slot)
+        ]
+        if not slots:
+            self._is_blocked = True  # The end of the reads calls `note_ended`.
+            return None
+        found = self.forget(life, slots[:_EMPTIED_SLICE_BLOCKS])
+        if book.life_of(life.segment) != life:
+            self._end()
+        return found
+
+    def forget(self, life: SegmentHeader, slots: list[int]) -> list[ins.Instruction]:
+        """Blocks of one segment lose their copies."""
+        self.dropped_count += len(slots)
+        residency = self._nvme.residency_of(life.fingerprint)
+        if residency is None:
+            return self._nvme.forget_slots(slots)
+        return self._nvme.lose(residency, slots)
+
+    def _end(self) -> None:
+        self._life = None
+        self._waiting.clear()
+        self._again.clear()
+        self._absent = []
+        self.reused_count += 1
+
+    def _residency(self) -> Residency | None:
+        return None if self._life is None else self._nvme.residency_of(self._life.fingerprint)
+
+    def _slot_of(self, residency: Residency, row: int) -> int:
+        index = residency.index
+        return int(index.nvme_slot[row]) if row < len(index.flags) else NOBODY

@@ -1,0 +1,45 @@
+"""How many bytes may be written to NVMe: a token bucket, so that the drives outlive their warranty.
+
+An hour's share may be saved up. What fills an empty pool is free: it is written once in the life of
+the pool.
+"""
+
+from __future__ import annotations
+
+
+class WriteBudget:
+    """Pure: told the time, in seconds."""
+
+    def __init__(self, *, bytes_per_hour: float) -> None:
+        self._bytes_per_second = bytes_per_hour / 3600
+        self._burst_bytes = bytes_per_hour
+        self._left_bytes = bytes_per_hour
+        self._free_bytes = 0.0
+        self._told_at: float | None = None
+
+    @property
+    def left_bytes(self) -> float:
+        return self._free_bytes + self._left_bytes
+
+    def fill(self, free_bytes: float) -> None:
+        """The pool has so much room that nothing was ever written to."""
+        self._free_bytes = free_bytes
+
+    def tell(self, now: float) -> None:
+        if self._told_at is not None:
+            earned = (now - self._told_at) * self._bytes_per_second
+            self._left_bytes = min(self._burst_bytes, self._left_bytes + earned)
+        self._told_at = now
+
+    def may_write(self) -> bool:
+        return self.left_bytes > 0
+
+    def has_spare(self) -> bool:
+        """Whether blocks may be written that nobody has used a second time yet."""
+        return self._free_bytes > 0 or self._left_bytes > self._burst_bytes / 2
+
+    def take(self, length_bytes: int) -> None:
+        """May end below 0 by one batch; that is paid back before the next."""
+        free = min(self._free_bytes, length_bytes)
+        self._free_bytes -= free
+        self._left_bytes -= length_bytes - free

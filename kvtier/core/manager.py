@@ -338,7 +338,7 @@ class BlockManager:
         found = self._forget_nvme(now)
         if found is not None:
             return [*found, ins.Continue(event)]
-        return [*self._shares.drop_idle_sets(), *self._demotions.pump(now)]
+        return [*self._shares.drop_idle_sets(), *self._move(now)]
 
     def _on_tick(self, event: ev.Tick, now: float) -> list[ins.Instruction]:
         waits = self._granting.end_waits(now)

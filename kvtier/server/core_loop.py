@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvtier.clock import Clock
-from kvtier.core.events import Event, Tick
+from kvtier.core.events import Event, Slots, Tick
 from kvtier.core.instructions import Continue, Instruction, Reply
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
@@ -37,6 +37,7 @@ class Manager(Protocol):
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch: ...
     def namespace_epoch(self, namespace: NamespaceId) -> int: ...
     def next_deadline(self) -> float | None: ...
+    def nvme_recency(self) -> Slots: ...
     def stats(self) -> ManagerStats: ...
     def check_invariants(self) -> list[str]: ...
 
@@ -60,6 +61,7 @@ class CoreLoop:
         self.ticked_at = clock.now()
         self.match_packed = manager.match_packed  # Bound once: the hot path.
         self.namespace_epoch = manager.namespace_epoch
+        self.nvme_recency = manager.nvme_recency
         self.stats = manager.stats
         self.check_invariants = manager.check_invariants
 

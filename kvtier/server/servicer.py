@@ -208,19 +208,26 @@ class EngineCalls:
     # ---------------------------------------------------------------------------------- advice
 
     async def prefetch(self, request: pb.PrefetchRequest, _: Caller) -> pb.PrefetchResponse:
-        """Memory is the only tier so far: what is resident is in memory already."""
         namespace, hashes = self._hashes_of(request)
-        found = self._core.match_packed(namespace.id, hashes.packed)
-        return pb.PrefetchResponse(memory_count=found.memory_count, promoting_count=0)
+        reply = await self._core.run(ev.Prefetch(namespace.id, hashes))
+        assert isinstance(reply, ins.PrefetchBegun), "Prefetch has one kind of reply"
+        return pb.PrefetchResponse(
+            memory_count=reply.memory_count, promoting_count=reply.promoting_count
+        )
 
     async def hint(self, request: pb.HintRequest, _: Caller) -> pb.HintResponse:
         namespace, hashes = self._hashes_of(request)
         if len(request.turn_kind) > TURN_KIND_CHARS_MAX:
             raise BadRequest(f"turn_kind is too long: at most {TURN_KIND_CHARS_MAX} characters")
-        if not request.session_end:
-            return pb.HintResponse(used=False)  # The running policy heeds ends only.
-        reply = await self._core.run(ev.HintSessionEnd(namespace.id, hashes))
-        assert isinstance(reply, ins.HintUsed), "HintSessionEnd has one kind of reply"
+        event: ev.HintSessionEnd | ev.HintPaused
+        if request.session_end:
+            event = ev.HintSessionEnd(namespace.id, hashes)
+        elif request.paused_ms:
+            event = ev.HintPaused(namespace.id, hashes)
+        else:
+            return pb.HintResponse(used=False)  # No running policy asks for turn kinds.
+        reply = await self._core.run(event)
+        assert isinstance(reply, ins.HintUsed), "hints have one kind of reply"
         return pb.HintResponse(used=reply.used)
 
     # --------------------------------------------------------------------------------- helpers

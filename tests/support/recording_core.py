@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.stats import ManagerStats
@@ -36,6 +38,9 @@ class RecordingManager:
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return 1
+
+    def nvme_recency(self) -> ev.Slots:
+        return np.array(self.recency, np.uint32)
 
     def next_deadline(self) -> float | None:
         return None

@@ -161,3 +161,29 @@ def test_ready_that_cannot_be_sent_ends_the_lease(tmp_path: Path) -> None:
         assert [event.leases for event in rig.manager.of(ev.Release)] == [(LEASE,)]
 
     asyncio.run(test())
+
+
+def test_advice_reaches_the_core_and_its_answer_the_caller(tmp_path: Path) -> None:
+    async def test() -> None:
+        rig = Rig(tmp_path)
+        namespace = (await rig.request(wait_ms=0)).namespace_id
+        rig.manager.answer = lambda event: (
+            [ins.PrefetchBegun(memory_count=1, promoting_count=2)]
+            if isinstance(event, ev.Prefetch)
+            else [ins.HintUsed(isinstance(event, ev.HintPaused))]
+        )
+        hashes = bytes(32 * 4)
+        begun = await rig.calls.prefetch(
+            pb.PrefetchRequest(namespace_id=namespace, hashes=hashes), rig.caller
+        )
+        assert (begun.memory_count, begun.promoting_count) == (1, 2)
+        for hint, used in (
+            (pb.HintRequest(paused_ms=5000), True),
+            (pb.HintRequest(session_end=True), False),
+            (pb.HintRequest(turn_kind="tool"), False),
+        ):
+            hint.namespace_id, hint.hashes = namespace, hashes
+            assert (await rig.calls.hint(hint, rig.caller)).used is used
+        assert len(rig.manager.of(ev.HintPaused)) == len(rig.manager.of(ev.HintSessionEnd)) == 1
+
+    asyncio.run(test())

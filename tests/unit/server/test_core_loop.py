@@ -48,6 +48,9 @@ class SlicingManager:
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return 1
 
+    def nvme_recency(self) -> ev.Slots:
+        raise NotImplementedError
+
     def next_deadline(self) -> float | None:
         return None
 

@@ -95,6 +95,25 @@ def test_rows_used_before_are_adopted_as_if_they_were_new(index: PrefixIndex) ->
     assert index.check_invariants() == []
 
 
+def test_a_row_forgets_beside_whom_it_stood(index: PrefixIndex) -> None:
+    [_, first, second, other] = adopt(index, "a", "ab", "ac", "x")
+    for gone in (first, second):
+        index.remove(gone)
+        assert adopt(index, "xy") == [gone]
+        assert children_of(index, other) == [gone]
+        index.remove(gone)
+        adopt(index, "ab" if gone == first else "ac")
+
+
+def test_a_chain_begins_in_a_row_that_had_siblings(index: PrefixIndex) -> None:
+    [parent, first, second] = adopt(index, "a", "ab", "ac")
+    index.remove(first)
+    assert adopt(index, "x") == [first]
+    [third] = adopt(index, "ad")
+    index.remove(first)
+    assert children_of(index, parent) == [third, second]
+
+
 def test_a_resident_block_is_not_adopted(index: PrefixIndex) -> None:
     adopt(index, "a")
     with pytest.raises(AssertionError):

@@ -29,6 +29,15 @@ def test_a_block_that_is_there_is_not_added_again() -> None:
         found.add(hashes(1), [1])
 
 
+def test_many_are_added_as_few_are() -> None:
+    found = RowMap()
+    found.add(hashes(3), range(3))
+    found.add_many(hashes(1000)[3:], range(3, 1000))
+    assert found.get_all(hashes(1001)) == [*range(1000), None]
+    with pytest.raises(AssertionError):
+        found.add_many(hashes(1001)[999:], [1, 2])
+
+
 def test_removed_blocks_are_gone_and_counted() -> None:
     found = RowMap()
     found.add(hashes(3), range(3))

@@ -181,7 +181,7 @@ def _in_order(
     """(rows that chains reach, parents first; their parents' positions among them; the others)."""
     depths, reached = _depths(runs)
     kept = np.flatnonzero(reached)
-    # A run's parent lies in a run that begins less deep.
+    # A run's parent lies in a run that is less deep.
     kept = kept[np.argsort(depths[kept], kind="stable")]
     lengths = runs.ends[kept] - runs.starts[kept]
     firsts = np.cumsum(lengths) - lengths
@@ -195,7 +195,7 @@ def _in_order(
 
 
 def _depths(runs: _Runs) -> tuple[npt.NDArray[np.int64], _Mask]:
-    """How deep each run begins, and whether it is reached from a first block.
+    """How many runs lie above each, and whether it is reached from a first block.
 
     Everyone jumps to where its target jumps, so that jumps double with every round. A chain of n
     runs is through after log2(n) rounds; who is not by then goes in circles.
@@ -207,7 +207,7 @@ def _depths(runs: _Runs) -> tuple[npt.NDArray[np.int64], _Mask]:
     under_way = np.flatnonzero(~ends_here)
     parents = runs.parents[under_way]
     jumps[under_way] = np.searchsorted(runs.starts, parents, side="right") - 1
-    depths[under_way] = parents - runs.starts[jumps[under_way]] + 1
+    depths[under_way] = 1
     for _ in range(count.bit_length()):
         under_way = under_way[~ends_here[jumps[under_way]]]
         if not len(under_way):

@@ -23,11 +23,10 @@ from kvtier.pools.slot_table import (
     Entries,
     Slots,
     SlotState,
-    entry_crcs,
+    right_crcs,
 )
 
 _Mask = npt.NDArray[np.bool_]
-_STEP_ENTRIES = 16_384  # Bounds the working memory of the CRCs, which go through Python objects.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,7 @@ def sound_entries(entries: Entries, generation: int) -> _Mask:
         & (entries["generation"] == generation)
         & (entries["hash_bytes"] <= HASH_BYTES_MAX)
     )
-    for first in range(0, len(entries), _STEP_ENTRIES):
-        step = sound[first : first + _STEP_ENTRIES]
-        checked = entries[first : first + _STEP_ENTRIES]
-        if not step.all():
-            checked = checked[step]
-        step[step] = entry_crcs(checked) == checked["crc"]
+    sound[sound] = right_crcs(entries if sound.all() else entries[sound])
     return sound
 
 

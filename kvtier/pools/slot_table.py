@@ -238,11 +238,42 @@ def store_entries(words: npt.NDArray[np.uint64], slots: Slots, entries: Entries)
     words[slots, 0] = new[:, 0]
 
 
+def right_crcs(entries: Entries) -> npt.NDArray[np.bool_]:
+    """Which of these entries have the CRC that their bytes ask for; 0.04 µs each where all do.
+
+    Bytes with their right CRC behind them bring the CRC's register into a state that does not
+    depend on them. So as many right entries as stand in a group have one CRC as a whole, whichever
+    they are. One wrong entry always changes it, several with the chance of a CRC: all but 1 in
+    2^32. Of a group that is not right as a whole each entry is looked at by itself.
+    """
+    right = np.zeros(len(entries), np.bool_)
+    raw = np.ascontiguousarray(entries).view(np.uint8)
+    whole = len(entries) - len(entries) % _GROUP_ENTRIES
+    for first in range(0, whole, _GROUP_ENTRIES):
+        group = raw[first * ENTRY_BYTES : (first + _GROUP_ENTRIES) * ENTRY_BYTES]
+        right[first : first + _GROUP_ENTRIES] = zlib.crc32(group) == _GROUP_CRC
+    doubtful = np.flatnonzero(~right)
+    for first in range(0, len(doubtful), _GROUP_ENTRIES):  # Their bytes become Python objects.
+        some = doubtful[first : first + _GROUP_ENTRIES]
+        checked = entries[some]
+        right[some] = entry_crcs(checked) == checked["crc"]
+    return right
+
+
 def entry_crcs(entries: Entries) -> npt.NDArray[np.uint32]:
     """CRC-32 of bytes 0..123 of each entry; 0.25 µs each, the fastest of six ways measured."""
     covered = entries.view(np.uint8).reshape(len(entries), ENTRY_BYTES)[:, : ENTRY_BYTES - 4]
     rows: list[Any] = np.ascontiguousarray(covered).view(f"V{ENTRY_BYTES - 4}").ravel().tolist()
     return np.fromiter(map(zlib.crc32, rows), np.uint32, len(rows))
+
+
+def _group_crc() -> int:
+    entry = bytes(ENTRY_BYTES - 4)
+    return zlib.crc32((entry + zlib.crc32(entry).to_bytes(4, "little")) * _GROUP_ENTRIES)
+
+
+_GROUP_ENTRIES = 1024  # 128 KiB, for which zlib lets go of the GIL.
+_GROUP_CRC = _group_crc()
 
 
 def _as_words(table: Bytes) -> npt.NDArray[np.uint64]:

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtier.pools.slot_table import BlockFacts, SlotTable, store_entries
+from kvtier.pools.slot_table import (
+    ENTRY,
+    ENTRY_BYTES,
+    BlockFacts,
+    SlotTable,
+    entry_crcs,
+    right_crcs,
+    store_entries,
+)
 from kvtier.types import BlockHash, EngineId
 from tests.support.memory_pool import pack_entry
 
@@ -131,3 +139,30 @@ def test_an_entry_has_no_head_before_the_rest_of_it_is_there(stores: int) -> Non
     with pytest.raises(KeyboardInterrupt):
         store_entries(words, slots_of(0), new.view("V128"))
     assert words.tobytes()[:8] == bytes(8)
+
+
+def sound_entries(count: int) -> np.ndarray:
+    entries = np.frombuffer(np.random.default_rng(5).bytes(count * ENTRY_BYTES), ENTRY).copy()
+    entries["crc"] = entry_crcs(entries)
+    return entries
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 3000])
+def test_right_crcs_are_right_however_many(count: int) -> None:
+    assert right_crcs(sound_entries(count)).tolist() == [True] * count
+
+
+@pytest.mark.parametrize("wrong", [[0], [1023], [1024], [2999], [5, 6], [7, 1030, 2500]])
+def test_wrong_entries_among_right_ones_are_told_one_by_one(wrong: list[int]) -> None:
+    entries = sound_entries(3000)
+    entries["payload_bytes"][wrong] ^= 1 << 17  # The same bit in each.
+    assert np.flatnonzero(~right_crcs(entries)).tolist() == wrong
+
+
+def test_one_flipped_bit_in_a_large_table_is_found() -> None:
+    entries = sound_entries(1024)
+    raw = entries.view(np.uint8)
+    for place in range(0, 1024 * ENTRY_BYTES, 3001):
+        raw[place] ^= 1 << place % 8
+        assert np.flatnonzero(~right_crcs(entries)).tolist() == [place // ENTRY_BYTES]
+        raw[place] ^= 1 << place % 8

@@ -135,7 +135,7 @@ def _recover(path: Path) -> tuple[float, float, RecoveredBlocks, bool]:
 
 def _dict_seconds(found: RecoveredBlocks) -> float:
     """What the index would cost if a dict were all of it."""
-    packed = np.ascontiguousarray(found.entries["hash"]).tobytes()
+    packed = found.hashes.tobytes()
     hashes = [packed[place : place + HASH_BYTES] for place in range(0, len(packed), HASH_BYTES)]
     started = time.perf_counter()
     built = dict(zip(hashes, range(len(hashes)), strict=True))

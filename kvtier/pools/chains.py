@@ -31,6 +31,7 @@ _PACK_BYTES = 1 << 20
 
 Positions = npt.NDArray[np.int32]
 Hashes = npt.NDArray[np.uint64]  # One row of `_WORDS` words a hash.
+_Rows = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -54,9 +55,9 @@ class RecoveredChains:
 class _Runs:
     """Run i are the rows starts[i] .. ends[i] - 1, each the parent of the next one."""
 
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    parents: npt.NDArray[np.int64]  # Row that the first one follows; ROOT or _ABSENT.
+    starts: _Rows
+    ends: _Rows
+    parents: _Rows  # Row that the first one follows; ROOT or _ABSENT.
 
 
 def chains_of(found: RecoveredBlocks) -> list[RecoveredChains]:
@@ -76,20 +77,16 @@ def chains_of(found: RecoveredBlocks) -> list[RecoveredChains]:
 def _chains(
     found: RecoveredBlocks, fingerprint: bytes, lives: Sequence[tuple[SegmentHeader, int, int]]
 ) -> RecoveredChains:
-    mine = np.concatenate([np.arange(first, end) for _, first, end in lives])
     counts = np.array([end - first for _, first, end in lives])
     life_sequences = np.array([header.sequence for header, _, _ in lives], np.uint64)
     sequences = np.repeat(life_sequences, counts)
-    slots = found.slots[mine]
-    # All entries of a namespace agree in these two, or its newest one is believed.
-    newest = mine[int(np.argmax(sequences))]
-    epoch = int(found.entries["epoch"][newest])
-    hash_bytes = int(found.entries["hash_bytes"][newest])
-    hashes = np.take(found.entries["hash"], mine, axis=0)
-    parents = np.take(found.entries["parent"], mine, axis=0)
-    fits = (found.entries["epoch"][mine] == epoch) & (
-        found.entries["hash_bytes"][mine] == hash_bytes
-    )
+    mine = _rows_of_lives(lives)
+    slots, epochs, lengths = found.slots[mine], found.epochs[mine], found.hash_bytes[mine]
+    hashes, parents = _take(found.hashes, mine), _take(found.parents, mine)
+    # All blocks of a namespace agree in these two, or its newest segment is believed.
+    newest = int(np.argmax(sequences))
+    epoch, hash_bytes = int(epochs[newest]), int(lengths[newest])
+    fits = (epochs == epoch) & (lengths == hash_bytes)
     if hash_bytes < HASH_BYTES_MAX:
         fits &= ~hashes[:, hash_bytes:].any(axis=1)
     misfits = slots[~fits]
@@ -111,6 +108,19 @@ def _chains(
     )
 
 
+def _rows_of_lives(lives: Sequence[tuple[SegmentHeader, int, int]]) -> slice | _Rows:
+    """A slice where that will do, which saves copies: mostly a pool has one namespace."""
+    ends = [end for _, _, end in lives]
+    if [first for _, first, _ in lives[1:]] == ends[:-1]:
+        return slice(lives[0][1], ends[-1])
+    return np.concatenate([np.arange(first, end) for _, first, end in lives])
+
+
+def _take(table: Bytes, rows: slice | _Rows) -> Bytes:
+    """`table[rows]`; of rows by number this is six times as fast."""
+    return table[rows] if isinstance(rows, slice) else np.take(table, rows, axis=0)
+
+
 # -------------------------------------------------------------------------------------- parents
 
 
@@ -126,7 +136,7 @@ def _runs(hashes: Hashes, parents: Hashes) -> _Runs:
     return _Runs(starts, np.append(starts, count)[1:], found)
 
 
-def _rows_of(wanted: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
+def _rows_of(wanted: Hashes, hashes: Hashes) -> _Rows:
     """Which row of `hashes`, which are all different, each one wanted is; or _ABSENT."""
     found = np.full(len(wanted), _ABSENT, np.int64)
     if not len(wanted) or not len(hashes):
@@ -150,9 +160,7 @@ def _rows_of(wanted: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
     return found
 
 
-def _rows_by_all_words(
-    wanted: Hashes, hashes: Hashes, rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _rows_by_all_words(wanted: Hashes, hashes: Hashes, rows: _Rows) -> _Rows:
     """As `_rows_of`, where many hashes begin alike: by sorting both together, all words of them."""
     both = np.concatenate((hashes, wanted))
     numbers = np.concatenate((rows, np.full(len(wanted), _ABSENT, np.int64)))
@@ -175,9 +183,7 @@ def _equal(left: Hashes, right: Hashes) -> _Mask:
 # ---------------------------------------------------------------------------------------- order
 
 
-def _in_order(
-    runs: _Runs, count: int
-) -> tuple[npt.NDArray[np.int64], Positions, npt.NDArray[np.int64]]:
+def _in_order(runs: _Runs, count: int) -> tuple[_Rows, Positions, _Rows]:
     """(rows that chains reach, parents first; their parents' positions among them; the others)."""
     depths, reached = _depths(runs)
     kept = np.flatnonzero(reached)
@@ -194,7 +200,7 @@ def _in_order(
     return order, positions, np.flatnonzero(position_of == _ABSENT)
 
 
-def _depths(runs: _Runs) -> tuple[npt.NDArray[np.int64], _Mask]:
+def _depths(runs: _Runs) -> tuple[_Rows, _Mask]:
     """How many runs lie above each, and whether it is reached from a first block.
 
     Everyone jumps to where its target jumps, so that jumps double with every round. A chain of n
@@ -222,7 +228,7 @@ def _depths(runs: _Runs) -> tuple[npt.NDArray[np.int64], _Mask]:
 # --------------------------------------------------------------------------------------- output
 
 
-def _packed(hashes: Bytes, order: npt.NDArray[np.int64], hash_bytes: int) -> bytes:
+def _packed(hashes: Bytes, order: _Rows, hash_bytes: int) -> bytes:
     """Piece by piece; `join` lets go of the GIL where there is much to copy."""
     step = _PACK_BYTES // hash_bytes
     pieces = []

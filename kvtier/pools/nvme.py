@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -130,18 +130,16 @@ class NvmePool:
         Raises TableUnreadable.
         """
         headers = nvme_recovery.read_headers(self._drivers, self.geometry, self.generation)
-        slots, entries, void = nvme_recovery.read_blocks_of(
-            self._drivers, self.geometry, self.generation, headers, epochs
-        )
         self._lives = {header.segment: header for header in headers}
-        self._image.table.adopt(slots, entries)
         self._image.put_headers(headers, on_disk=True)
-        self._image.mark(void)
+        found = nvme_recovery.read_blocks(
+            self._drivers, self.geometry, headers, epochs, self._image.table
+        )
+        self._image.mark(found.void_slots)
         recency = self._read_recency()
-        if recency is not None:
-            recency = recency[np.isin(recency, slots)]
-        lives = nvme_recovery.lives_of(headers, slots, self.geometry.row_count_max)
-        return RecoveredBlocks(slots, entries, lives, void, recency)
+        if recency is None:
+            return found
+        return replace(found, recency=recency[np.isin(recency, found.slots)])
 
     def header_of(self, slot: int) -> SegmentHeader:
         """The present life of the slot's segment; AssertionError when it has none."""

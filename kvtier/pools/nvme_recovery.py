@@ -2,8 +2,8 @@
 
 An entry counts if and only if it is sound by itself (`recovery.py`), READY, of its segment's
 present life (namespace, payload length, sequence number not below the header's) and of its
-namespace's present epoch. Payloads are not read. Rows are read and judged in steps, so that the
-memory needed beyond the result does not grow with the pool.
+namespace's present epoch. Payloads are not read. Rows are read and judged in steps; those that
+count go into the pool's own table, and of each only what the core wants to know is kept besides.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ from kvtier.io.driver import Access, Batch, Driver, Outcome
 from kvtier.layout import SegmentHeader
 from kvtier.memory import Bytes
 from kvtier.pools.nvme_table import PAGE_ROWS
-from kvtier.pools.recovery import newest_entries, sound_entries
+from kvtier.pools.recovery import newest_of, sound_entries
 from kvtier.pools.segment_headers import HEADER, Headers, parse_header, sound_headers
-from kvtier.pools.slot_table import ENTRY, ENTRY_BYTES, Entries, Slots, SlotState
+from kvtier.pools.slot_table import (
+    ENTRY,
+    ENTRY_BYTES,
+    HASH_BYTES_MAX,
+    Entries,
+    Slots,
+    SlotState,
+    SlotTable,
+)
 from kvtier.pools.superblock import HEADERS_FIRST, Geometry
 
 _Mask = npt.NDArray[np.bool_]
@@ -37,15 +45,51 @@ class TableUnreadable(KVTierError):
 
 @dataclass(frozen=True, slots=True)
 class RecoveredBlocks:
-    """What the pool holds. `slots[i]` belongs to `entries[i]`, in the order of slots."""
+    """What the pool holds, in columns of equal length in the order of slots."""
 
     slots: Slots
-    entries: Entries
+    hashes: Bytes  # One row of HASH_BYTES_MAX bytes a block, zero-padded as in the entries.
+    parents: Bytes  # Likewise.
+    hash_bytes: npt.NDArray[np.uint8]
+    epochs: npt.NDArray[np.uint32]
     # Segments that hold blocks, each with its rows that do, ascending.
     lives: tuple[tuple[SegmentHeader, npt.NDArray[np.int64]], ...]
-    void_slots: Slots  # Rows that are not empty and no block either.
+    void_slots: Slots  # Rows that are not empty and no block either; not in the columns.
     # Slots that hold a block, least recently used first; None unless the pool was closed cleanly.
     recency: Slots | None
+
+
+class _Found:
+    """The columns while they are filled."""
+
+    def __init__(self, count_max: int) -> None:
+        self.count = 0
+        # Memory that is never written to is never given.
+        self.slots = np.empty(count_max, np.uint32)
+        self.hashes = np.empty((count_max, HASH_BYTES_MAX), np.uint8)
+        self.parents = np.empty((count_max, HASH_BYTES_MAX), np.uint8)
+        self.hash_bytes = np.empty(count_max, np.uint8)
+        self.epochs = np.empty(count_max, np.uint32)
+        self.sequences = np.empty(count_max, np.uint64)
+        self.namespaces = np.empty(count_max, np.uint64)  # Numbers of our own.
+        self.void: list[Slots] = [np.empty(0, np.uint32)]
+
+    def add(self, slots: Slots, rows: Entries, namespaces: npt.NDArray[np.uint64]) -> None:
+        end = self.count + len(slots)
+        part = slice(self.count, end)
+        self.slots[part] = slots
+        self.hashes[part] = rows["hash"]
+        self.parents[part] = rows["parent"]
+        self.hash_bytes[part] = rows["hash_bytes"]
+        self.epochs[part] = rows["epoch"]
+        self.sequences[part] = rows["sequence"]
+        self.namespaces[part] = namespaces
+        self.count = end
+
+    def newest(self) -> _Mask:
+        hashes = self.hashes[: self.count].view(np.uint64)
+        keys = [*hashes.T, self.namespaces[: self.count]]
+        return newest_of(keys, self.sequences[: self.count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +116,46 @@ def read_headers(
     return sorted(found, key=lambda header: header.segment)
 
 
-def read_blocks_of(
+def read_blocks(
     drivers: Sequence[Driver],
     geometry: Geometry,
-    generation: int,
     headers: Sequence[SegmentHeader],
     epochs: Mapping[bytes, int] | None,
-) -> tuple[Slots, Entries, Slots]:
-    """(slots, entries, void slots); without `epochs` entries of every epoch count."""
-    slots: list[Slots] = [np.empty(0, np.uint32)]
-    entries: list[Entries] = [np.empty(0, ENTRY)]
-    void: list[Slots] = [np.empty(0, np.uint32)]
+    table: SlotTable,
+) -> RecoveredBlocks:
+    """Read the rows of these segments into the empty `table`, those that count. Without `epochs`
+    entries of every epoch do. The order of use is not read here."""
+    found = _Found(sum(header.slot_count for header in headers))
+    numbers: dict[bytes, int] = {}
     for step in _steps(drivers, geometry, headers):
         if any(outcome is not Outcome.DONE for outcome in step.batch.wait()):
             raise TableUnreadable("the slot table of the NVMe pool cannot be read")
-        rows, numbers, owners = _used_rows(step, geometry.row_count_max)
-        ready = _ready(rows, owners, step.headers, generation, epochs)
+        rows, slots, owners = _used_rows(step, geometry.row_count_max)
+        ready = _ready(rows, owners, step.headers, table.generation, epochs)
         if not ready.all():  # Seldom; as a rule a copy of all rows is saved.
-            void.append(numbers[~ready])
-            numbers, rows = numbers[ready], rows[ready]
-        slots.append(numbers)
-        entries.append(rows)
-    all_slots, all_entries = np.concatenate(slots), np.concatenate(entries)
-    newest = newest_entries(all_entries)
+            found.void.append(slots[~ready])
+            slots, rows, owners = slots[ready], rows[ready], owners[ready]
+        table.adopt(slots, rows)
+        own = [numbers.setdefault(one.fingerprint, len(numbers)) for one in step.headers]
+        found.add(slots, rows, np.array(own, np.uint64)[owners])
+    kept: slice | _Mask = slice(found.count)
+    newest = found.newest()
     if not newest.all():
-        void.append(all_slots[~newest])
-        all_slots, all_entries = all_slots[newest], all_entries[newest]
-    return all_slots, all_entries, np.concatenate(void)
+        older = found.slots[kept][~newest]
+        table.write_gone(older)
+        found.void.append(older)
+        kept = np.zeros(len(found.slots), np.bool_)
+        kept[: found.count] = newest
+    return RecoveredBlocks(
+        slots=found.slots[kept],
+        hashes=found.hashes[kept],
+        parents=found.parents[kept],
+        hash_bytes=found.hash_bytes[kept],
+        epochs=found.epochs[kept],
+        lives=lives_of(headers, found.slots[kept], geometry.row_count_max),
+        void_slots=np.concatenate(found.void),
+        recency=None,
+    )
 
 
 def lives_of(
@@ -146,10 +203,15 @@ def _fits(header: SegmentHeader, geometry: Geometry) -> bool:
 def _steps(
     drivers: Sequence[Driver], geometry: Geometry, headers: Sequence[SegmentHeader]
 ) -> Iterator[_Step]:
-    """One step ahead: while one is judged the next is being read."""
+    """One step ahead: while one is judged the next is being read. So a step ends with the turn of
+    whoever iterates, and two buffers are enough: new memory for each would cost as much as judging.
+    """
     before: _Step | None = None
-    for group in _groups(headers):
-        step = _begin(drivers, geometry, group)
+    groups = list(_groups(headers))
+    buffer_bytes = max((_group_bytes(group) for group in groups), default=0)
+    buffers = (aligned_buffer(buffer_bytes), aligned_buffer(buffer_bytes))
+    for number, group in enumerate(groups):
+        step = _begin(drivers, geometry, group, buffers[number % 2])
         if before is not None:
             yield before
         before = step
@@ -171,8 +233,9 @@ def _groups(headers: Sequence[SegmentHeader]) -> Iterator[list[SegmentHeader]]:
         yield group
 
 
-def _begin(drivers: Sequence[Driver], geometry: Geometry, group: list[SegmentHeader]) -> _Step:
-    buffer = aligned_buffer(sum(map(_padded_rows, group)) * ENTRY_BYTES)
+def _begin(
+    drivers: Sequence[Driver], geometry: Geometry, group: list[SegmentHeader], buffer: Bytes
+) -> _Step:
     batch = Batch(len(group))
     accesses: list[list[Access]] = [[] for _ in drivers]
     first = 0
@@ -184,7 +247,11 @@ def _begin(drivers: Sequence[Driver], geometry: Geometry, group: list[SegmentHea
         first = end
     for driver, own in zip(drivers, accesses, strict=True):
         driver.read(own, batch)
-    return _Step(group, buffer, batch)
+    return _Step(group, buffer[:first], batch)
+
+
+def _group_bytes(group: Sequence[SegmentHeader]) -> int:
+    return sum(map(_padded_rows, group)) * ENTRY_BYTES
 
 
 def _padded_rows(header: SegmentHeader) -> int:

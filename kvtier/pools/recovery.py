@@ -7,7 +7,7 @@ with the higher sequence number counts. Payloads are not read here (see slot_tab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvtier.pools.slot_table import (
     right_crcs,
 )
 
+Sequences = npt.NDArray[np.uint64]
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -82,27 +83,28 @@ def _current(entries: Entries, epochs: Mapping[bytes, int]) -> _Mask:
 
 
 def newest_entries(entries: Entries) -> _Mask:
-    """Which have the highest sequence number of their block.
+    """Which have the highest sequence number of their block."""
+    hashes = entries["hash"].view(np.uint64)
+    namespaces = entries["fingerprint"].view(np.uint64)
+    return newest_of([*hashes.T, *namespaces.T], entries["sequence"])
 
-    Few blocks occur twice, so whole hashes are compared only where their first 8 bytes agree.
+
+def newest_of(keys: Sequence[npt.NDArray[np.uint64]], sequences: Sequences) -> _Mask:
+    """Which have the highest sequence number of those that agree in all keys.
+
+    The first key is to be the one that differs most: few blocks occur twice, so the others are
+    looked at only where it agrees.
     """
-    newest = np.ones(len(entries), np.bool_)
-    if len(entries) == 0:
+    newest = np.ones(len(sequences), np.bool_)
+    ascending = np.sort(keys[0])
+    shared = ascending[1:][ascending[1:] == ascending[:-1]]
+    if not len(shared):
         return newest
-    short = entries["hash"][:, :8].copy().view(np.uint64).reshape(-1)
-    order = np.argsort(short, kind="stable")
-    agrees = short[order][1:] == short[order][:-1]
-    doubtful = np.zeros(len(entries), np.bool_)
-    doubtful[1:] |= agrees
-    doubtful[:-1] |= agrees
-    best: dict[bytes, int] = {}
-    sequences = entries["sequence"]
-    for row in order[doubtful].tolist():
-        entry = entries[row]
-        block = entry["fingerprint"].tobytes() + entry["hash"].tobytes()  # gil-ok: 48 bytes
-        other = best.setdefault(block, row)
-        if other != row:
-            loser = min(row, other, key=lambda index: int(sequences[index]))
-            newest[loser] = False
-            best[block] = row if loser == other else other
+    doubtful = np.flatnonzero(np.isin(keys[0], shared))
+    order = np.lexsort((sequences[doubtful], *(key[doubtful] for key in keys)))
+    rows = doubtful[order]
+    has_newer = np.ones(len(rows) - 1, np.bool_)
+    for key in keys:
+        has_newer &= key[rows[1:]] == key[rows[:-1]]
+    newest[rows[:-1][has_newer]] = False
     return newest

@@ -126,8 +126,8 @@ class Load:
         found = pool.recover(EPOCHS)
         assert pool.book.check_invariants() == []
         by_hash = {
-            bytes(entry["hash"]): slot
-            for entry, slot in zip(found.entries, found.slots.tolist(), strict=True)
+            bytes(block): slot
+            for block, slot in zip(found.hashes, found.slots.tolist(), strict=True)
         }
         assert len(by_hash) == len(found.slots), "a block came back twice"
         right: dict[str, Told] = {}
@@ -252,8 +252,8 @@ def assert_all_right(paths: list[Path], end: int) -> None:
     names = [f"kept{i}" for i in range(KEPT_COUNT)] + [str(number) for number in range(end)]
     by_hash = {bytes(hash_of(name)): name for name in names}
     kept_count = 0
-    for entry, slot in zip(found.entries, found.slots.tolist(), strict=True):
-        name = by_hash[bytes(entry["hash"])]
+    for block, slot in zip(found.hashes, found.slots.tolist(), strict=True):
+        name = by_hash[bytes(block)]
         layout: SlotLayout = pool.header_of(slot).layout
         [outcome], [views] = promote(pool, np.array([slot], np.uint32), layout)
         if outcome is Outcome.DONE:

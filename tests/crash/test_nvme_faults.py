@@ -123,6 +123,6 @@ def test_a_fault_at_any_access_costs_what_it_hits_and_nothing_more(
         blocks = [empty_views(SHARDED) for _ in found.slots]
         outcomes = again.read_blocks(found.slots, blocks).wait(0)
         names = {bytes(hash_of(name)): name for name in NAMES}
-        for entry, outcome, views in zip(found.entries, outcomes, blocks, strict=True):
-            block = hash_of(names[bytes(entry["hash"])])
+        for found_hash, outcome, views in zip(found.hashes, outcomes, blocks, strict=True):
+            block = hash_of(names[bytes(found_hash)])
             assert outcome is not Outcome.DONE or is_right(views, block, SHARDED), where

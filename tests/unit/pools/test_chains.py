@@ -11,7 +11,6 @@ import pytest
 from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.pools.chains import ROOT, RecoveredChains, chains_of
 from kvtier.pools.nvme_recovery import RecoveredBlocks
-from kvtier.pools.slot_table import ENTRY
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 LAYOUT = SlotLayout(4096, 1)
@@ -30,24 +29,26 @@ def recovered(
 ) -> RecoveredBlocks:
     """What was found in segments 0, 1, ...: of which namespace each is, and its blocks."""
     blocks = [block for _, own in segments for block in own]
-    entries = np.zeros(len(blocks), ENTRY)
     slots, lives = [], []
     for number, (fingerprint, own) in enumerate(segments):
         slots += [number * ROW_COUNT_MAX + row for row in range(len(own))]
         header = SegmentHeader(number, fingerprint, LAYOUT, ROW_COUNT_MAX, 100 + number)
         lives.append((header, np.arange(len(own))))
-    for entry, (block, parent) in zip(entries, blocks, strict=True):
-        entry["hash"] = as_array(block)
-        entry["parent"] = as_array(parent or b"")
-    entries["epoch"] = EPOCH
-    entries["hash_bytes"] = hash_bytes
-    order = None if recency is None else np.array(recency, np.uint32)
-    nobody = np.empty(0, np.uint32)
-    return RecoveredBlocks(np.array(slots, np.uint32), entries, tuple(lives), nobody, order)
+    return RecoveredBlocks(
+        slots=np.array(slots, np.uint32),
+        hashes=as_array([block for block, _ in blocks]),
+        parents=as_array([parent or b"" for _, parent in blocks]),
+        hash_bytes=np.full(len(blocks), hash_bytes, np.uint8),
+        epochs=np.full(len(blocks), EPOCH, np.uint32),
+        lives=tuple(lives),
+        void_slots=np.empty(0, np.uint32),
+        recency=None if recency is None else np.array(recency, np.uint32),
+    )
 
 
-def as_array(block: bytes) -> np.ndarray:
-    return np.frombuffer(block.ljust(32, b"\0"), np.uint8)
+def as_array(hashes: Sequence[bytes]) -> np.ndarray:
+    packed = b"".join(one.ljust(32, b"\0") for one in hashes)
+    return np.frombuffer(packed, np.uint8).reshape(-1, 32)
 
 
 def block(name: str, hash_bytes: int = 32) -> bytes:
@@ -200,8 +201,8 @@ def test_short_hashes_are_packed_without_their_padding(hash_bytes: int) -> None:
 
 def test_an_entry_that_differs_in_epoch_or_hash_length_from_its_namespace_is_dropped() -> None:
     found = recovered((ONE, path(*"abcd")), (ONE, path(*"xyz")))
-    found.entries["epoch"][2] += 1
-    found.entries["hash_bytes"][5] = 16
+    found.epochs[2] += 1
+    found.hash_bytes[5] = 16
     [chains] = chains_of(found)
     assert hashes_of(chains) == [block(name) for name in "abx"]
     assert chains.dropped.tolist() == [2, 3, 17, 18]

@@ -56,7 +56,7 @@ def test_what_was_demoted_is_promoted_after_a_restart_too(
     assert len(slots) == len(NAMES)
     assert pool.close(clean=True)
     pool, found = reopened(drivers)
-    order = {bytes(entry["hash"]): number for number, entry in enumerate(found.entries)}
+    order = {bytes(block): number for number, block in enumerate(found.hashes)}
     rows = np.array([order[hash_of(name)] for name in NAMES])
     assert found.slots[rows].tolist() == slots.tolist()
     outcomes, blocks = promote(pool, slots, layout)
@@ -245,7 +245,7 @@ def test_blocks_of_another_epoch_or_an_unknown_namespace_are_not_recovered() -> 
     demote(pool, NAMES[5:9], namespace="unknown")
     pool.close(clean=True)
     _, found = reopened(drivers)
-    assert [bytes(entry["hash"]) for entry in found.entries] == [hash_of(one) for one in NAMES[:3]]
+    assert [bytes(block) for block in found.hashes] == [hash_of(one) for one in NAMES[:3]]
     assert len(found.void_slots) == 6
 
 
@@ -255,8 +255,12 @@ def test_of_duplicates_the_highest_sequence_counts() -> None:
     demote(pool, NAMES[:2])
     again, _ = demote(pool, NAMES[1:2])
     pool.close(clean=True)
-    _, found = reopened(drivers)
+    pool, found = reopened(drivers)
     assert found.slots.tolist() == [0, *again.tolist()]
+    assert found.void_slots.tolist() == [1]
+    pool.close(clean=True)
+    _, found = reopened(drivers)
+    assert found.void_slots.tolist() == [], "the older entry is still in the table"
 
 
 def test_a_gone_block_stays_gone() -> None:
@@ -291,7 +295,7 @@ def test_sequence_numbers_go_on_above_those_of_every_former_life() -> None:
     demote(pool, NAMES[:3])
     pool.close(clean=True)
     pool, found = reopened(drivers)
-    assert pool.sequence_first > int(found.entries["sequence"].max()) + (1 << 39)
+    assert pool.sequence_first > max(life.sequence for life, _ in found.lives) + (1 << 39)
 
 
 @pytest.mark.parametrize(

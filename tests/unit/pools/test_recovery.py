@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.pools.recovery import RecoveredEntries, recover
+from kvtier.pools.recovery import RecoveredEntries, newest_entries, recover
+from kvtier.pools.slot_table import ENTRY
 from tests.support.memory_pool import pack_entry
 
 GENERATION = 5
@@ -80,3 +81,21 @@ def test_an_empty_table_and_an_unknown_pool_hold_nothing() -> None:
     assert len(recovered().ready) == 0
     found = recover(np.frombuffer(ready(b"a"), np.uint8), GENERATION, {})
     assert found.void_slots.tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_many_duplicates_the_newest_is_found_as_by_comparing_all(seed: int) -> None:
+    """Blocks that begin alike in two namespaces, each in several slots."""
+    chance = np.random.default_rng(seed)
+    count = 300
+    entries = np.zeros(count, ENTRY)
+    entries["hash"][:, 0] = chance.integers(0, 3, count)
+    entries["hash"][:, 31] = chance.integers(0, 20, count)
+    entries["fingerprint"][:, 15] = chance.integers(0, 2, count)
+    entries["sequence"] = chance.permutation(count)
+    best: dict[bytes, int] = {}
+    for row, entry in enumerate(entries):
+        name = entry["hash"].tobytes() + entry["fingerprint"].tobytes()
+        if name not in best or entries["sequence"][best[name]] < entry["sequence"]:
+            best[name] = row
+    assert np.flatnonzero(newest_entries(entries)).tolist() == sorted(best.values())

@@ -14,6 +14,7 @@ from kvtier.cli.connect import add_socket_argument, connected
 from kvtier.cli.output import add_json_argument, bytes_text, plain, print_json, table
 from kvtier.v1 import kvtier_pb2 as pb
 
+_NVME = "nvme"
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -52,6 +53,8 @@ def text_of(stats: pb.StatsResponse) -> str:
         f"generation {stats.generation:016x}"
     )
     parts = [head, _tiers(stats), _hits(stats)]
+    if any(tier.tier == _NVME for tier in stats.tiers):
+        parts.insert(2, _nvme(stats))
     if stats.namespaces:
         parts.append(_namespaces(stats))
     parts.append(_sessions(stats))
@@ -68,7 +71,8 @@ def _tiers(stats: pb.StatsResponse) -> str:
                 bytes_text(tier.populated_bytes),
                 tier.page_kind or "-",
                 tier.slot_count,
-                tier.free_count,
+                # There slots are cut from segments when blocks come.
+                "-" if tier.tier == _NVME else tier.free_count,
                 tier.ready_count,
                 tier.reserved_count,
                 tier.pinned_count,
@@ -76,6 +80,30 @@ def _tiers(stats: pb.StatsResponse) -> str:
             for tier in stats.tiers
         ],
     )
+
+
+def _nvme(stats: pb.StatsResponse) -> str:
+    """What the table of tiers has no place for."""
+
+    def told(name: str) -> float:
+        return stats.counters.get(f"kvtier_{name}", 0.0)
+
+    free, bound = (told(f'nvme_segments{{state="{state}"}}') for state in ("free", "bound"))
+    states = [
+        name.split('"')[1]
+        for name, value in stats.counters.items()
+        if name.startswith("kvtier_nvme_state{") and value
+    ]
+    row = (
+        " ".join(states) or "-",
+        f"{free:.0f} of {free + bound:.0f}",
+        f"{told('demote_waiting_blocks'):.0f}",
+        bytes_text(int(told("nvme_day_written_bytes"))),
+        bytes_text(int(told("nvme_day_endurance_bytes"))),
+        bytes_text(int(told("nvme_write_budget_bytes"))),
+    )
+    heads = ("nvme", "segments free", "waiting", "written in 24 h", "endurance", "write budget")
+    return table(heads, [row])
 
 
 def _hits(stats: pb.StatsResponse) -> str:

@@ -15,6 +15,9 @@ import secrets
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -34,6 +37,8 @@ from kvtier.server.instance import (
     notify_systemd,
     raise_open_files,
 )
+from kvtier.server.nvme_paths import OpenDriver, open_file
+from kvtier.server.threads import call_soon
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +47,12 @@ SWITCH_SECONDS = 0.0005
 HOUSEKEEPING_SECONDS = 5.0
 DRAIN_POLL_SECONDS = 0.05
 GRPC_GRACE_SECONDS = 0.5
+IO_THREADS = "kvtier-io"  # How the names of drivers' threads begin.
 FILES_RESERVE = 128  # Ours: libraries, epoll, slabs' table, gRPC connections of a few tools.
 
 
-def serve(config: Config) -> int:
-    """Run the daemon until it is told to end; the exit code."""
+def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
+    """Run the daemon until it is told to end; the exit code. `open_driver`: of the NVMe tier."""
     if sys.flags.optimize:
         raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
     keep_message_memory()
@@ -59,15 +65,15 @@ def serve(config: Config) -> int:
         clear_way(plan.lane_socket, socket.SOCK_STREAM)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, plan))
+            return runner.run(_serve(config, plan, open_driver))
 
 
 class _Stopped(Exception):
     """Not an error: the orderly end of the TaskGroup."""
 
 
-async def _serve(config: Config, plan: Plan) -> int:
-    parts = await build(config, plan)
+async def _serve(config: Config, plan: Plan, open_driver: OpenDriver) -> int:
+    parts = await build(config, plan, open_driver)
     daemon = Daemon(config, parts)
     exit_code = 0
     try:
@@ -98,6 +104,7 @@ class Daemon:
         loop.set_exception_handler(self._on_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
             parts.mover.start(tasks)
@@ -109,6 +116,8 @@ class Daemon:
                 parts.admin.start(loop)
             self._announce()
             parts.slabs.start(tasks)
+            if parts.nvme is not None:
+                parts.nvme.start(tasks)
             gc.collect()
             gc.freeze()  # What exists now lives as long as we do: never traverse it again.
             await self._stop.wait()
@@ -125,7 +134,8 @@ class Daemon:
         parts.sessions.close()
         parts.slabs.stop()
         parts.mover.stop()
-        parts.pool.close()
+        if parts.nvme is None or await parts.nvme.close():
+            parts.pool.close()  # Else a thread may still read or write there.
         self._remove_sockets()
         log.info("daemon ended")
 
@@ -150,7 +160,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Until nothing is held, at most `drain_seconds`."""
         notify_systemd(os.environ, "STOPPING=1")
-        core = self._parts.core
+        core, nvme = self._parts.core, self._parts.nvme
         self._parts.socket.close()
         core.post(DrainStarted())
         for _ in range(int(self._config.server.drain_seconds / DRAIN_POLL_SECONDS)):
@@ -161,11 +171,17 @@ class Daemon:
         self._parts.lane.close()
         # While the TaskGroup still works off what calls have begun.
         await self._parts.grpc.stop(GRPC_GRACE_SECONDS)
+        if nvme is not None:
+            await nvme.stop()
 
     def _held_count(self) -> int:
+        """What an end would cut off; blocks that are going down too, as long as they do."""
         stats = self._parts.core.stats()
         reserved = sum(one.reserved_count for one in stats.namespaces)
-        return stats.lease_count + reserved + self._parts.data.active_count
+        held = stats.lease_count + reserved + self._parts.data.active_count
+        if stats.nvme is None:
+            return held
+        return held + self._parts.mover.waiting_count + stats.nvme.demoting_count
 
     async def _housekeep(self) -> None:
         while True:
@@ -187,6 +203,18 @@ class Daemon:
             self._parts.core.fail(error)
             return
         log.error("callback failed", extra={"reason": context.get("message"), "error": error})
+
+    def _on_thread_error(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        before: Callable[[threading.ExceptHookArgs], object],
+        failed: threading.ExceptHookArgs,
+    ) -> None:
+        """A thread that reads or writes blocks ended with a mistake of ours: so do we."""
+        before(failed)
+        if failed.thread is not None and failed.thread.name.startswith(IO_THREADS):
+            error = failed.exc_value or failed.exc_type()
+            call_soon(loop, partial(self._parts.core.fail, error))
 
     def _remove_sockets(self) -> None:
         plan = self._parts.plan

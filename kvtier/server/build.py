@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -15,7 +17,7 @@ from kvtier.config import Config, slab_bytes_for
 from kvtier.config_values import AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
-from kvtier.core.settings import PIN_FRACTION_MAX
+from kvtier.core.settings import PIN_FRACTION_MAX, NvmeSettings
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.metrics import Metrics
@@ -32,7 +34,10 @@ from kvtier.server.instance import raise_open_files
 from kvtier.server.lane import LaneListener
 from kvtier.server.leasing import Leasing
 from kvtier.server.mover import Mover
-from kvtier.server.namespaces import Namespaces
+from kvtier.server.namespaces import Namespaces, padded_stride, slot_stride
+from kvtier.server.nvme import NvmeKeeper
+from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
+from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.reporter import Limit, Reporter, open_fd_count
 from kvtier.server.security import Tokens
@@ -42,11 +47,13 @@ from kvtier.server.servicer_data import DataCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
+from kvtier.server.threads import run_in_thread
 from kvtier.server.watch import WatchHub
 
 BUDGET_BYTES_MAX = 64 << 30
 MESSAGE_BYTES_MAX = 4 << 20
 HUGE_BYTES = 2 << 20
+HOURS_OF_AUTO = 24  # What nvme.write_bytes_per_hour is by itself: the whole pool once in so long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class Parts:
     pool: DramPool
     slabs: SlabKeeper
     mover: Mover
+    nvme: NvmeKeeper | None
     sessions: Sessions
     socket: SessionSocket
     data: DataCalls
@@ -104,20 +112,28 @@ def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: in
     )
 
 
-async def build(config: Config, plan: Plan) -> Parts:
+async def build(config: Config, plan: Plan, open_driver: OpenDriver = open_file) -> Parts:
     """Bind the sockets and make every part; nothing runs yet."""
     plan = replace(plan, page_kind=str(await asyncio.to_thread(best_page_kind)))
-    return _Builder(config, plan).build()
+    if not config.nvme.paths:
+        return await _Builder(config, plan, None).build()
+    paths = await run_in_thread(partial(open_paths, config.nvme, open_driver), "kvtier-open")
+    try:
+        return await _Builder(config, plan, paths).build()
+    except BaseException:
+        paths.close()
+        raise
 
 
 class _Builder:
     """Makes the parts, each once."""
 
-    def __init__(self, config: Config, plan: Plan) -> None:
+    def __init__(self, config: Config, plan: Plan, paths: NvmePaths | None) -> None:
         self.config = config
         self.plan = plan
         self._bound: list[Path] = []
-        self.base = _base(config, plan)
+        epochs = EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32))
+        self.base = _base(config, plan, epochs, paths)
         self.core = self.base.core
         self.tokens = Tokens()
         self.pool = DramPool(plan.generation)
@@ -137,6 +153,9 @@ class _Builder:
             populate_threads=config.dram.populate_threads,
         )
         self.mover = Mover(self.pool, self.core, self.base.metrics)
+        self.nvme: NvmeKeeper | None = None
+        if paths is not None:
+            self.nvme = NvmeKeeper(self.base, self.pool, paths, config.nvme, epochs.current_epochs)
         self.watch = WatchHub(
             watchers_max=config.server.watchers_max,
             events_max=config.server.watch_events_max,
@@ -146,6 +165,7 @@ class _Builder:
             self.base,
             self.sessions,
             self.slabs,
+            NvmeReport(self.base, self.nvme),
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
@@ -160,9 +180,12 @@ class _Builder:
             lease_seconds_max=config.lease.seconds_max,
         )
 
-    def build(self) -> Parts:
+    async def build(self) -> Parts:
         try:
-            return self._build()
+            parts = self._build()
+            if self.nvme is not None:
+                await self.nvme.open()  # Last: a start that is refused leaves the pool clean.
+            return parts
         except BaseException:
             for path in self._bound:  # A refused start leaves nothing behind.
                 path.unlink(missing_ok=True)
@@ -190,6 +213,7 @@ class _Builder:
             pool=self.pool,
             slabs=self.slabs,
             mover=self.mover,
+            nvme=self.nvme,
             sessions=self.sessions,
             socket=session_socket,
             data=self.data,
@@ -201,7 +225,7 @@ class _Builder:
 
     def _effects(self) -> Effects:
         slabs, sessions, watch = self.slabs, self.sessions, self.watch
-        return {
+        effects: dict[type, Callable[..., None]] = {
             ins.WriteReserved: slabs.on_write_reserved,
             ins.WriteReady: slabs.on_write_ready,
             ins.WriteChecksums: slabs.on_write_checksums,
@@ -219,6 +243,15 @@ class _Builder:
             ins.BlocksRemoved: watch.on_removed,
             ins.NamespaceCleared: watch.on_cleared,
         }
+        if self.nvme is not None:
+            effects |= {
+                ins.Demote: self.nvme.on_demote,
+                ins.Promote: self.nvme.on_promote,
+                ins.BindSegments: self.nvme.on_bind_segments,
+                ins.WriteNvmeReady: self.nvme.on_write_ready,
+                ins.WriteNvmeGone: self.nvme.on_write_gone,
+            }
+        return effects
 
     def _session_socket(self) -> SessionSocket:
         lease = self.config.lease
@@ -292,21 +325,22 @@ class _Builder:
         ]
 
 
-def _base(config: Config, plan: Plan) -> Base:
+def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | None) -> Base:
     clock: Clock = SystemClock()
     metrics = Metrics()
-    core = CoreLoop(_manager(config, plan), clock=clock, metrics=metrics)
+    core = CoreLoop(_manager(config, plan, paths), clock=clock, metrics=metrics)
     namespaces = Namespaces(
         core,
-        EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32)),
+        epochs,
         slab_bytes=plan.slab_bytes,
         slab_count_max=plan.slab_count_max,
         count_max=config.server.namespaces_max,
+        stride=slot_stride if paths is None else padded_stride,
     )
     return Base(core, namespaces, clock, metrics)
 
 
-def _manager(config: Config, plan: Plan) -> BlockManager:
+def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManager:
     lease, dram = config.lease, config.dram
     return BlockManager(
         ManagerConfig(
@@ -318,8 +352,18 @@ def _manager(config: Config, plan: Plan) -> BlockManager:
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,
             leases_per_session_max=lease.per_session_max,
+            nvme=_nvme_settings(config, paths),
         ),
         make_policy=LruPolicy,
+    )
+
+
+def _nvme_settings(config: Config, paths: NvmePaths | None) -> NvmeSettings:
+    if paths is None:
+        return NvmeSettings()
+    given = config.nvme.write_bytes_per_hour
+    return NvmeSettings(
+        write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvtier.core.stats import ManagerStats, NamespaceCounts
 from kvtier.metrics import LIMITS, SESSION_STATES
 from kvtier.server.base import Base
+from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.types import PROTOCOL_VERSION, TierName
@@ -35,6 +36,7 @@ class Reporter:
         base: Base,
         sessions: Sessions,
         slabs: SlabKeeper,
+        nvme: NvmeReport,
         *,
         generation: int,
         page_kind: str,
@@ -43,6 +45,7 @@ class Reporter:
         self._namespaces = base.namespaces
         self._sessions = sessions
         self._slabs = slabs
+        self._nvme = nvme
         self._clock = base.clock
         self._metrics = base.metrics
         self._generation = generation
@@ -66,7 +69,7 @@ class Reporter:
             generation=self._generation,
             uptime_seconds=self._clock.now() - self._started_at,
             draining=stats.draining,
-            tiers=[self._tier_stats(stats)],
+            tiers=[self._tier_stats(stats), *self._nvme.tier_stats(stats.nvme)],
             namespaces=[self._namespace_stats(one) for one in stats.namespaces],
             sessions=self._session_stats(stats),
             counters=self._metrics.samples(),
@@ -133,6 +136,7 @@ class Reporter:
             "held": tier.held_count,
         }.items():
             metrics.tier_slots.labels(DRAM, state).set(count)
+        metrics.tier_blocks.labels(DRAM).set(tier.ready_count)
         metrics.resident_blocks.set(sum(one.block_count for one in stats.namespaces))
         metrics.note_evicted(stats.evicted_count)
         for state in SESSION_STATES:
@@ -147,6 +151,7 @@ class Reporter:
         for limit in self._limits:
             metrics.limit_max.labels(limit.name).set(limit.max_count)
             metrics.limit_used.labels(limit.name).set(limit.used())
+        self._nvme.refresh(stats.nvme)
         return stats
 
 

@@ -169,6 +169,10 @@ class FaultyDriver:
     def close(self, timeout_seconds: float = 5.0) -> bool:
         return self._driver.close(timeout_seconds) and not self._stalled
 
+    def reopen(self) -> None:
+        """Another process opens the file."""
+        self._driver.is_closed = False
+
     def release(self) -> None:
         """Calls that stalled go on now: late bytes land where they were sent to."""
         stalled, self._stalled = self._stalled, []

@@ -32,6 +32,7 @@ class RunningDaemon:
         self.state_dir = directory / "state"
         self.ready: dict[str, str] = {}
         self.start_seconds = 0.0
+        self.program = [sys.executable, "-m", "kvtier.cli.main", "serve"]
         self._options = dict(options)
         self._process: subprocess.Popen[str] | None = None
 
@@ -49,7 +50,7 @@ class RunningDaemon:
         return (self.directory / "daemon.log").read_text()
 
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", "kvtier.cli.main", "serve", "--socket", str(self.socket)]
+        command = [*self.program, "--socket", str(self.socket)]
         command += ["--state-dir", str(self.state_dir)]
         for name, value in self._options.items():
             command += ["--set", f"{name}={value}"]

@@ -21,12 +21,14 @@ class RecordingManager:
     """Answers each event with what `answer` says; by default with nothing."""
 
     events: list[ev.Event] = field(default_factory=list)
+    on_event: Callable[[], None] = lambda: None
     answer: Callable[[ev.Event], list[ins.Instruction]] = lambda _: []
     recency: list[int] = field(default_factory=list)
     counts: ManagerStats | None = None
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
         self.events.append(event)
+        self.on_event()
         return self.answer(event)
 
     def of(self, kind: type[E]) -> list[E]:

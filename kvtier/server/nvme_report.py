@@ -1,0 +1,80 @@
+"""What the daemon says of its NVMe tier: gauges, and its row in Stats."""
+
+from __future__ import annotations
+
+from kvtier.core.stats import NvmeCounts
+from kvtier.metrics import NVME_STATES, TRANSFERS
+from kvtier.server.base import Base
+from kvtier.server.nvme import NvmeKeeper
+from kvtier.types import TierName
+from kvtier.v1 import kvtier_pb2 as pb
+
+NVME = str(TierName.NVME)
+_LEASING_CALLS = ("acquire", "get")
+
+
+class NvmeReport:
+    """Belongs to the event loop; says `absent` when there is no NVMe tier."""
+
+    def __init__(self, base: Base, keeper: NvmeKeeper | None) -> None:
+        self._clock = base.clock
+        self._metrics = base.metrics
+        self._keeper = keeper
+
+    def refresh(self, counts: NvmeCounts | None) -> None:
+        keeper, metrics = self._keeper, self._metrics
+        present = "absent" if keeper is None else keeper.state
+        for state in NVME_STATES:
+            metrics.nvme_state.labels(state).set(state == present)
+        if keeper is None:
+            return
+        metrics.tier_budget_bytes.labels(NVME).set(keeper.capacity_bytes)
+        metrics.tier_populated_bytes.labels(NVME).set(keeper.capacity_bytes)
+        metrics.nvme_queue_transfers.set(keeper.queued_count)
+        for direction in TRANSFERS:
+            metrics.transfer_blocks.labels(direction).set(keeper.block_counts[direction])
+        metrics.nvme_recovered_blocks.set(keeper.recovered_count)
+        metrics.nvme_recovery_seconds.set(keeper.recovery_seconds)
+        self._refresh_wear(keeper)
+        if counts is not None:
+            self._refresh_counts(counts)
+
+    def tier_stats(self, counts: NvmeCounts | None) -> list[pb.TierStats]:
+        """Slots have the size of their namespace's blocks, so that none can be counted as free."""
+        if self._keeper is None:
+            return []
+        capacity_bytes = self._keeper.capacity_bytes
+        tier = pb.TierStats(tier=NVME, budget_bytes=capacity_bytes, populated_bytes=capacity_bytes)
+        if counts is not None:
+            tier.slot_count = counts.slot_count + counts.demoting_count
+            tier.ready_count = counts.slot_count
+            tier.reserved_count = counts.demoting_count
+            tier.pinned_count = counts.promoting_count
+        return [tier]
+
+    def _refresh_counts(self, counts: NvmeCounts) -> None:
+        metrics = self._metrics
+        metrics.tier_slots.labels(NVME, "ready").set(counts.slot_count)
+        metrics.tier_slots.labels(NVME, "reserved").set(counts.demoting_count)
+        metrics.tier_slots.labels(NVME, "pinned").set(counts.promoting_count)
+        metrics.tier_blocks.labels(NVME).set(counts.block_count)
+        metrics.demote_waiting_blocks.set(counts.waiting_demote_count)
+        metrics.nvme_segments.labels("free").set(counts.free_segment_count)
+        bound_count = counts.segment_count - counts.free_segment_count
+        metrics.nvme_segments.labels("bound").set(bound_count)
+        metrics.nvme_write_budget_bytes.set(max(0, counts.budget_bytes_left))
+        metrics.note_reuse(
+            reused_count=counts.reused_segment_count,
+            dropped_count=counts.dropped_count,
+            reinserted_count=counts.reinserted_count,
+        )
+
+    def _refresh_wear(self, keeper: NvmeKeeper) -> None:
+        metrics = self._metrics
+        day_bytes = keeper.wear.day_bytes(now=self._clock.now())
+        metrics.nvme_day_written_bytes.set(day_bytes)
+        metrics.nvme_day_endurance_bytes.set(keeper.endurance_bytes_per_day)
+        hit_count = sum(metrics.hit_count(call, TierName.NVME) for call in _LEASING_CALLS)
+        metrics.nvme_hit_written_bytes.set(
+            keeper.wear.written_bytes / hit_count if hit_count else 0
+        )

@@ -21,7 +21,7 @@ from kvtier.layout import SegmentHeader
 from kvtier.memory import Bytes
 from kvtier.pools.nvme_table import PAGE_ROWS
 from kvtier.pools.recovery import newest_of, sound_entries
-from kvtier.pools.segment_headers import HEADER, Headers, parse_header, sound_headers
+from kvtier.pools.segment_headers import HEADER, Headers, parse_headers, sound_headers
 from kvtier.pools.slot_table import (
     ENTRY,
     ENTRY_BYTES,
@@ -109,10 +109,11 @@ def read_headers(
     for path, driver in enumerate(drivers):
         raw = read_area(driver, HEADERS_FIRST, geometry.table_first - HEADERS_FIRST)
         headers: Headers = raw[: geometry.segment_count * ENTRY_BYTES].view(HEADER)
-        for local in np.flatnonzero(sound_headers(headers, generation)).tolist():
-            header = parse_header(headers[local], local * geometry.path_count + path)
-            if _fits(header, geometry):
-                found.append(header)
+        sound = np.flatnonzero(sound_headers(headers, generation))
+        segments = (sound * geometry.path_count + path).tolist()
+        found += [
+            header for header in parse_headers(headers[sound], segments) if _fits(header, geometry)
+        ]
     return sorted(found, key=lambda header: header.segment)
 
 

@@ -68,13 +68,17 @@ class TableImage:
 
     def put_headers(self, headers: Sequence[SegmentHeader], *, on_disk: bool = False) -> None:
         """These lives of segments have begun; `on_disk`: as they were read from there."""
-        path_count = self._geometry.path_count
-        packed = pack_headers(headers, self._generation).view(np.uint8)
-        for header, row in zip(headers, packed.reshape(-1, ENTRY_BYTES), strict=True):
-            path, local = header.segment % path_count, header.segment // path_count
-            self._headers[path][local * ENTRY_BYTES : (local + 1) * ENTRY_BYTES] = row
+        if not headers:
+            return
+        packed = pack_headers(headers, self._generation).view(np.uint8).reshape(-1, ENTRY_BYTES)
+        segments = np.array([header.segment for header in headers], np.int64)
+        rows, paths = np.divmod(segments, self._geometry.path_count)
+        for path, image in enumerate(self._headers):
+            mine = np.flatnonzero(paths == path)
+            image.reshape(-1, ENTRY_BYTES)[rows[mine]] = packed[mine]
             if not on_disk:
-                self._dirty_headers[path, local * ENTRY_BYTES // PAD_BYTES] = None
+                pages = rows[mine] * ENTRY_BYTES // PAD_BYTES
+                self._dirty_headers.update(dict.fromkeys((path, page) for page in pages.tolist()))
 
     def write(self, on_ended: Callable[[Batch], None]) -> Batch | None:
         """Send what is marked; None when nothing is, or while the write before is under way."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvtier.layout import SegmentHeader, SlotLayout
-from kvtier.pools.segment_headers import HEADER, pack_headers, parse_header, sound_headers
+from kvtier.pools.segment_headers import HEADER, pack_headers, parse_headers, sound_headers
 
 SMALL = SlotLayout(4096, 1)
 LARGE = SlotLayout(9000, 2)
@@ -25,7 +25,7 @@ def test_headers_are_packed_parsed_and_checked() -> None:
     ]
     packed = pack_headers(headers, generation=7)
     assert sound_headers(packed, 7).tolist() == [True, True]
-    assert [parse_header(row, number) for number, row in enumerate(packed)] == headers
+    assert parse_headers(packed, range(2)) == headers
     assert sound_headers(packed, 8).tolist() == [False, False]
     packed["sequence"][1] += 1
     assert sound_headers(packed, 7).tolist() == [True, False]

@@ -20,6 +20,7 @@ from kvtier.config import NvmeConfig
 from kvtier.config_values import AUTO
 from kvtier.core.events import BlocksRecovered, NvmeChanged, NvmeOpened
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteNvmeGone, WriteNvmeReady
+from kvtier.io.driver import Batch
 from kvtier.layout import PAD_BYTES, SegmentHeader
 from kvtier.pools.chains import RecoveredChains, chains_of
 from kvtier.pools.dram import DramPool
@@ -35,7 +36,7 @@ from kvtier.server.wear import WearMeter
 
 log = logging.getLogger(__name__)
 
-# Transfers under way at the end, and then each step of closing, may take so long.
+# Transfers under way at the end may take so long, and then each step of closing.
 END_SECONDS = 5.0
 # All of closing: a call that hangs in the kernel must not keep us.
 CLOSE_SECONDS = 20.0
@@ -75,6 +76,7 @@ class NvmeKeeper:
         self._read_ended = threading.Event()  # No thread of ours uses the pool.
         self._read_ended.set()
         self._chains: dict[bytes, RecoveredChains] = {}  # Of namespaces that nobody has opened yet.
+        self._table_batch: Batch | None = None  # The last write of the slot table.
         self._is_read = False  # The core knows of the pool.
         self._is_over = False  # The pool takes nothing any more.
         self._returned: bool | None = None  # Once closed: whether every call has come back.
@@ -215,6 +217,7 @@ class NvmeKeeper:
     def _write_table(self) -> None:
         batch = self._pool.write_table()
         if batch is not None:
+            self._table_batch = batch
             written_bytes = batch.count * PAD_BYTES
             self._metrics.nvme_written_bytes.labels("table").inc(written_bytes)
             self.wear.note(written_bytes, now=self._clock.now())
@@ -301,9 +304,13 @@ class NvmeKeeper:
         """(clean, whether every call has come back). In a thread; nothing else uses the pool."""
         is_clean = recency is not None
         if not is_clean:
-            returned = [driver.close(END_SECONDS) for driver in self._paths.drivers]
+            drivers = self._paths.drivers
+            step_seconds = END_SECONDS / (len(drivers) * self._config.depth)  # For one thread.
+            returned = [driver.close(step_seconds) for driver in drivers]
             # A read of the table that is under way fails now: its drivers are closed.
             if not all(returned) or not self._read_ended.wait(END_SECONDS):
                 return False, False
+        if self._table_batch is not None:  # Two at once might change places.
+            self._table_batch.wait_returned(END_SECONDS)
         is_clean &= self._pool.close(clean=is_clean, recency=recency, timeout_seconds=END_SECONDS)
         return is_clean, all(driver.close(0.0) for driver in self._paths.drivers)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.paths import grpc_socket_path
@@ -139,10 +139,11 @@ def running_daemon(
     slab_bytes: str | int = "16MiB",
     options: Mapping[str, str] | None = None,
     state_dir: Path | None = None,
+    program: Sequence[str] | None = None,
 ) -> Iterator[RunningDaemon]:
     """A ready daemon; `options` are configuration names such as {"lease.grace_seconds": "0.1"}.
 
-    `state_dir` is the daemon's own unless one is given.
+    `state_dir` is the daemon's own unless one is given; `program` is another one than kvtier serve.
     """
     # A short path: a socket's may have 107 characters.
     directory = Path(tempfile.mkdtemp(prefix="kvtier-"))
@@ -155,6 +156,7 @@ def running_daemon(
     }
     daemon = RunningDaemon(directory, settings)
     daemon.state_dir = state_dir or daemon.state_dir
+    daemon.program = list(program or daemon.program)
     try:
         daemon.start()
         yield daemon

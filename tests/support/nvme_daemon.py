@@ -25,7 +25,10 @@ def make_pool(
 
 @contextlib.contextmanager
 def running_nvme_daemon(
-    *paths: Path, dram_bytes: str = "32MiB", options: Mapping[str, str] | None = None
+    *paths: Path,
+    dram_bytes: str = "32MiB",
+    options: Mapping[str, str] | None = None,
+    program: Sequence[str] | None = None,
 ) -> Iterator[RunningDaemon]:
     """On a pool that exists; memory for few blocks, so that it is soon needed."""
     settings = {
@@ -35,7 +38,9 @@ def running_nvme_daemon(
         "lease.grace_seconds": "0.1",
         **(options or {}),
     }
-    with running_daemon(dram_bytes=dram_bytes, slab_bytes="4MiB", options=settings) as daemon:
+    with running_daemon(
+        dram_bytes=dram_bytes, slab_bytes="4MiB", options=settings, program=program
+    ) as daemon:
         wait_state(daemon, "on")
         daemon.wait_populated()
         yield daemon

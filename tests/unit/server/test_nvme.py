@@ -223,6 +223,21 @@ def test_pool_that_was_closed_in_order_is_clean_and_after_a_failure_it_is_not(ri
     assert not life.keeper._pool.was_clean
 
 
+def test_an_orderly_end_waits_for_a_table_that_is_being_written(rig: Rig) -> None:
+    async def test() -> None:
+        rig.bind()
+        await asyncio.sleep(0.05)
+        rig.faults[rig.drivers[0].access_count] = Fault.STALL
+        rig.instruct(ins.WriteNvmeGone(slots(0)))
+        await asyncio.sleep(0.05)
+        assert rig.keeper._pool.dirty_page_count == 1
+        asyncio.get_running_loop().call_later(0.05, rig.drivers[0].release)
+        await rig.keeper.stop()
+
+    run(rig, test)
+    assert NvmePool(next_life(rig).drivers).was_clean
+
+
 def test_table_that_cannot_be_read_turns_the_tier_off_and_ends_nothing(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,8 +10,9 @@ TORCH ?= torch==2.13.0
 SEED ?=
 
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
-export PYTHON TORCH_INDEX TORCH VENV
+export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 
 # What `make test` leaves to other gates.
 OTHER_GATES := torture or vllm or gpu
@@ -53,8 +54,9 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/python -m benchmarks.engine_prefill > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/engine_prefill.json
 	$(BIN)/python -m benchmarks.document
 
-test-vllm: ## Tests with real vLLM (not built yet).
-	@echo "make test-vllm: the vLLM connector (kvtier/connector/vllm) is not built yet" >&2; exit 1
+test-vllm: ## Tests with real vLLM on CPU, in an environment of its own: up to 16 minutes.
+	@bash scripts/setup_vllm.sh
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
 
 gpu-check: ## Tests on a GPU (not built yet).
 	@echo "make gpu-check: the CUDA copy path (kvtier/cuda, kernels/) is not built yet" >&2; exit 1

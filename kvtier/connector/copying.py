@@ -7,7 +7,7 @@ step takes its views anew: a session or slab may be gone meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvtier.checksum import shard_checksum
@@ -30,6 +30,22 @@ class BlockCopier(Protocol):
     def copy_in(self, device_blocks: Sequence[int], views: Sequence[SlotView]) -> None:
         """views[i] -> device_blocks[i]; the copy has ended when this returns."""
         ...
+
+
+class Gate(Protocol):
+    """Says of every slice whether it may still be copied, and hears when that has ended."""
+
+    def enter(self, job: Job) -> FailReason | None:
+        """None: go on, until `leave`; otherwise why not."""
+        ...
+
+    def leave(self, job: Job) -> None: ...
+
+
+_REFUSALS = {
+    FailReason.STALE: "we are quiet about this session",
+    FailReason.WITHDRAWN: "the engine takes the device blocks away",
+}
 
 
 class ChecksumLedger:
@@ -85,13 +101,13 @@ class BlockMover:
         copier: BlockCopier,
         settings: ConnectorSettings,
         clock: Clock,
-        is_refused: Callable[[Job], bool],
+        gate: Gate,
     ) -> None:
         self._arena = arena
         self._copier = copier
         self._settings = settings
         self._clock = clock
-        self._is_refused = is_refused
+        self._gate = gate
         self._ledger = ChecksumLedger(count_max=settings.resident_hashes_max)
         self._onboarded_count = 0
 
@@ -105,8 +121,9 @@ class BlockMover:
         # A load goes in one piece: nothing goes before it, so slices would only cost.
         slice_blocks = len(job.slots) if is_load else self._settings.offload_slice_blocks
         while progress.done_count < len(job.slots):
-            if self._is_refused(job):
-                progress.fail(FailReason.STALE, "we are quiet about this session")
+            refusal = self._gate.enter(job)
+            if refusal is not None:
+                progress.fail(refusal, _REFUSALS[refusal])
                 return
             last = min(progress.done_count + slice_blocks, len(job.slots))
             start_ns = self._clock.now_ns()
@@ -117,6 +134,8 @@ class BlockMover:
             except Exception as error:  # The engine's copier: its failure must end this job alone.
                 log.exception("copy failed", extra={"job_id": job.job_id})
                 progress.fail(FailReason.COPY, f"{type(error).__name__}: {error}")
+            finally:
+                self._gate.leave(job)
             progress.seconds += (self._clock.now_ns() - start_ns) / 1e9
             if progress.failed is not None:
                 return

@@ -16,6 +16,7 @@ class FailReason(StrEnum):
     STALE = "stale"  # Session, generation or slab are gone: the slots mean nothing any more.
     COPY = "copy"  # The engine's copier raised.
     CORRUPT = "corrupt"  # A sampled block differs from what this worker had offloaded.
+    WITHDRAWN = "withdrawn"  # The engine overwrites the device blocks: there is nothing to offload.
     CLOSED = "closed"  # The worker side was closed before the job started.
     INTERNAL = "internal"  # A bug of ours; the log has the traceback.
 

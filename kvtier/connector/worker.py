@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from kvtier.clock import Clock, SystemClock
@@ -21,7 +22,9 @@ log = logging.getLogger(__name__)
 class WorkerConnector:
     """Moves what it is told to move, and nothing of a session that it was told to be quiet about.
 
-    Invariant: once the quiet handler has returned for a session, no slot of it is touched again.
+    Invariants:
+      (0) Once the quiet handler has returned for a session, no slot of it is touched again.
+      (1) Once `withdraw` has returned for a job, no device block of it is touched again.
     """
 
     def __init__(
@@ -45,6 +48,9 @@ class WorkerConnector:
         # Refused for good: a plan under a lost session may come at any time. Grows by one a lost
         # session, and a session lasts at least one reconnect delay.
         self._refused: set[Any] = set()
+        self._open_jobs: set[int] = set()
+        self._withdrawn: set[int] = set()  # Of the open jobs.
+        self._touching: int | None = None  # The job of which a slice is being copied.
         self._spec = spec
         self._mover = self._make_mover(spec)
         self._unstarted: list[JobResult] = []  # Jobs that no lane took, not yet polled.
@@ -63,6 +69,7 @@ class WorkerConnector:
             progress = CopyProgress(job)
             with self._changed:
                 self._open_counts[job.session] += 1
+                self._open_jobs.add(job.job_id)
             try:
                 steps = self._mover_of(plan.spec).steps(progress)
                 self._lane.submit(Copy(progress, steps, self._end))
@@ -77,6 +84,33 @@ class WorkerConnector:
         """The jobs that have ended since the last poll."""
         unstarted, self._unstarted = self._unstarted, []
         return [*self._lane.poll(), *unstarted]
+
+    def withdraw(self, job_ids: Sequence[int]) -> None:
+        """The engine is about to overwrite these jobs' device blocks.
+
+        Returns when no copy touches them any more, which takes one slice at most; a job that has
+        not ended by then is reported as failed.
+        """
+        with self._changed:
+            self._withdrawn.update(self._open_jobs.intersection(job_ids))
+            while self._touching in self._withdrawn:
+                self._changed.wait()
+
+    def enter(self, job: Job) -> FailReason | None:
+        """In the lane's thread, before every slice; see `Gate`."""
+        with self._changed:
+            if job.job_id in self._withdrawn:
+                return FailReason.WITHDRAWN
+            if job.session in self._refused:
+                return FailReason.STALE
+            self._touching = job.job_id
+            return None
+
+    def leave(self, job: Job) -> None:
+        """In the lane's thread, after every slice."""
+        with self._changed:
+            self._touching = None
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the copy under way and fail the rest; the client stays open."""
@@ -95,15 +129,14 @@ class WorkerConnector:
 
     def _make_mover(self, spec: NamespaceSpec) -> BlockMover:
         arena = self._client.arena(self._client.open_namespace(spec), self._shard)
-        return BlockMover(arena, self._copier, self._settings, self._clock, self._is_refused)
-
-    def _is_refused(self, job: Job) -> bool:
-        return job.session in self._refused
+        return BlockMover(arena, self._copier, self._settings, self._clock, self)
 
     def _end(self, progress: CopyProgress) -> JobResult:
         """In the lane's thread: the job touches its slots no more."""
         session = progress.job.session
         with self._changed:
+            self._open_jobs.discard(progress.job.job_id)
+            self._withdrawn.discard(progress.job.job_id)
             self._open_counts[session] -= 1
             if self._open_counts[session] == 0:
                 del self._open_counts[session]

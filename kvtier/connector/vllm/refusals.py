@@ -1,0 +1,63 @@
+"""Set-ups that are not supported: refused when the engine starts, in one line that says what to do.
+
+To go on in a set-up that is not understood could load wrong KV, or crash in the middle of a day.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+# Kinds of layers whose blocks stay as they are until their request ends. Subclasses are not taken
+# on trust: some free or move blocks while a request runs.
+_KNOWN_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+class Unsupported(ConfigError):
+    """This engine cannot run with kvtier as it is configured."""
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises Unsupported; both sides ask, whichever is made first."""
+    parallel = vllm_config.parallel_config
+    for name, text in (
+        ("tensor_parallel_size", "tensor parallelism"),
+        ("pipeline_parallel_size", "pipeline parallelism"),
+        ("decode_context_parallel_size", "decode context parallelism"),
+        ("prefill_context_parallel_size", "prefill context parallelism"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            _refuse(f"{text} ({name}={size}) is not supported yet", "run one rank an engine")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        _refuse("sleep mode is not supported", "run without --enable-sleep-mode")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        _refuse(
+            "scales calculated at run time differ from engine to engine",
+            "run without --calculate-kv-scales",
+        )
+    if kv_cache_config is None:
+        _refuse("this vLLM does not tell connectors the KV cache's form", "use vLLM 0.28 or newer")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        _refuse(
+            f"models with {len(groups)} KV cache groups are not supported yet",
+            "try --disable-hybrid-kv-cache-manager",
+        )
+    for spec in layer_specs(groups[0].kv_cache_spec):
+        if type(spec).__name__ not in _KNOWN_SPECS:
+            _refuse(
+                f"layers of kind {type(spec).__name__} are not supported yet",
+                "try --disable-hybrid-kv-cache-manager",
+            )
+
+
+def layer_specs(group_spec: Any) -> list[Any]:
+    """The specs of a group's layers; one for all where they are equal."""
+    by_layer = getattr(group_spec, "kv_cache_specs", None)
+    return [group_spec] if by_layer is None else list(by_layer.values())
+
+
+def _refuse(what: str, advice: str) -> None:
+    raise Unsupported(f"kvtier: {what}; {advice}, or without kvtier")

@@ -1,0 +1,289 @@
+"""The half of the connector in vLLM's scheduler: its hooks, in the words of kvtier's planning.
+
+Nothing here waits. vLLM frees a request's device blocks when it ends; `ReuseWatch` keeps copies
+away from what is overwritten, so no request is ever held back for us.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvtier.client import Client
+from kvtier.connector.jobs import FailReason, JobResult
+from kvtier.connector.scheduler import SchedulerConnector
+from kvtier.connector.vllm.adapters import AdapterHashes, adapter_mark
+from kvtier.connector.vllm.exchange import Handshake, StepOrder, UnstartedLoad, WorkerReport
+from kvtier.connector.vllm.facts import none_hash
+from kvtier.connector.vllm.identity import engine_id_of
+from kvtier.connector.vllm.options import Options
+from kvtier.connector.vllm.reuse import ReuseWatch
+from kvtier.namespace import NamespaceSpec
+from kvtier.types import Role
+
+log = logging.getLogger(__name__)
+
+ALL_BLOCKS = 1 << 31
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """What the adapter remembers of one request of vLLM's."""
+
+    request: Any
+    hashes: Sequence[bytes]  # vLLM's own list, which grows.
+    may_onboard: bool
+    may_offload: bool
+    preemption_count: int = 0
+    local_count: int = 0  # Blocks vLLM had itself when it last asked.
+    device_blocks: list[int] = field(default_factory=list)
+    full_count: int = 0  # Blocks told as computed.
+
+
+class SchedulerSide:
+    """Invariant: vLLM hears exactly once of every load it was promised, through a worker."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        self._vllm_config = vllm_config
+        self._options = options
+        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        transfer = vllm_config.kv_transfer_config
+        self._may_onboard, self._may_offload = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._client: Client | None = None
+        self._core: SchedulerConnector | None = None
+        self._spec: NamespaceSpec | None = None
+        self._is_seed_checked = False
+        self._requests: dict[str, Tracked] = {}
+        self._reuse = ReuseWatch()
+        # Loads vLLM waits for, with their blocks: until a worker has reported them as received.
+        self._loading: dict[str, tuple[int, ...]] = {}
+        self._untold: dict[str, tuple[int, ...]] = {}  # Of these, not handed to a worker yet.
+        self._own_results: list[JobResult] = []  # Of jobs that no worker was told of.
+
+    # ------------------------------------------------------------------------------- beginning
+
+    def meet(self, handshakes: Mapping[Any, Any]) -> None:
+        """The workers know the namespace; nothing is asked for before."""
+        specs = [h.spec for h in handshakes.values() if isinstance(h, Handshake)]
+        if not specs:
+            return
+        assert all(spec == specs[0] for spec in specs), "the workers disagree about the namespace"
+        self._spec = specs[0]
+        self._client = Client(
+            self._options.socket,
+            engine_id=engine_id_of(self._vllm_config),
+            role=Role.SCHEDULER,
+            name="vllm scheduler",
+        )
+        self._core = SchedulerConnector(self._client, self._spec, settings=self._options.settings)
+
+    def _check_seed(self, core: SchedulerConnector) -> None:
+        """The hashes are made in this process; a worker's seed may be another one."""
+        self._is_seed_checked = True
+        assert self._spec is not None, "the core is made from it"
+        seed = none_hash(self._spec.hash_algorithm).hex()
+        if seed != self._spec.hash_seed:
+            log.warning(
+                "kvtier: this engine's block hashes have a seed of their own, so nothing is kept"
+                " for other engines or the next start; set PYTHONHASHSEED to the same number for"
+                " all, or use --prefix-caching-hash-algo sha256"
+            )
+            self._spec = replace(self._spec, hash_seed=seed)
+            core.reset(self._spec)
+
+    # ------------------------------------------------------------------------------- requests
+
+    def on_new_request(self, request: Any) -> None:
+        core = self._core
+        if core is None:
+            return
+        if not self._is_seed_checked:
+            self._check_seed(core)
+        may_onboard, may_offload = self._wishes(request)
+        hashes = request.block_hashes
+        if getattr(request, "lora_request", None) is not None:
+            mark = adapter_mark(request.lora_request)
+            if mark is None:
+                return
+            hashes = AdapterHashes(hashes, mark)
+        if may_onboard or may_offload:
+            self._requests[request.request_id] = Tracked(
+                request, hashes, may_onboard, may_offload, request.num_preemptions
+            )
+            core.on_new_request(request.request_id, hashes)
+
+    def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the engine's own; always loaded between steps, never within one."""
+        core, tracked = self._core, self._requests.get(request.request_id)
+        if core is None or tracked is None or not tracked.may_onboard:
+            return 0, False
+        self._note_preemption(core, tracked)
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        tracked.local_count = local_tokens // self._block_tokens
+        count = core.get_onboard_count(request.request_id, tracked.local_count)
+        if count is None:
+            return None, False
+        tokens = (tracked.local_count + count) * self._block_tokens - local_tokens
+        return (tokens, True) if count > 0 and tokens > 0 else (0, False)
+
+    def on_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        core, tracked = self._core, self._requests.get(request.request_id)
+        if core is None or tracked is None:
+            return
+        if external_tokens <= 0:
+            core.on_allocated(request.request_id, (), 0)
+            return
+        # All from the first missing block on are new; it may be more than are loaded.
+        first, count = tracked.local_count, -(-external_tokens // self._block_tokens)
+        device_blocks = [int(block.block_id) for block in blocks.blocks[0][first:]]
+        self._reuse.note_allocated(device_blocks)
+        loaded = tuple(device_blocks[:count])
+        self._loading[request.request_id] = self._untold[request.request_id] = loaded
+        core.on_allocated(request.request_id, loaded, len(loaded))
+
+    def on_finished(self, request: Any, device_blocks: Sequence[int]) -> None:
+        """`device_blocks` are vLLM's to give away from now on."""
+        core = self._core
+        tracked = self._requests.pop(request.request_id, None)
+        if core is None or tracked is None:
+            return
+        self._note_preemption(core, tracked)
+        # While it is being loaded its blocks count as computed, but are not.
+        if request.request_id not in self._loading:
+            self._note_full(core, tracked, device_blocks)
+        if core.request_finished(request.request_id):
+            self._reuse.park(request.request_id, device_blocks or tracked.device_blocks)
+
+    # ------------------------------------------------------------------------------- steps
+
+    def build_order(self, output: Any) -> StepOrder:
+        core = self._core
+        assert core is not None, "vLLM steps before it has met its workers"
+        for request_id in output.preempted_req_ids or ():
+            if (tracked := self._requests.get(request_id)) is not None:
+                self._note_preemption(core, tracked)
+        self._note_device_blocks(output)
+        if self._reuse.is_parked_block_allocated:
+            core.on_device_blocks_short(ALL_BLOCKS)
+        for request_id in output.num_scheduled_tokens:
+            if (tracked := self._requests.get(request_id)) is not None:
+                self._note_full(core, tracked, tracked.device_blocks)
+        plan = core.build_plan()
+        good, fenced = self._reuse.begin_step(plan.offloads)
+        if len(good) < len(plan.offloads):
+            kept = {job.job_id for job in good}
+            self._own_results += [
+                JobResult(job.job_id, 0, FailReason.WITHDRAWN)
+                for job in plan.offloads
+                if job.job_id not in kept
+            ]
+            plan = replace(plan, offloads=tuple(good))
+        for job in plan.onboards:
+            self._untold.pop(job.request_id, None)
+        unstarted = tuple(UnstartedLoad(*item) for item in self._untold.items())
+        self._untold.clear()
+        return StepOrder(plan, fenced, unstarted)
+
+    def on_output(self, output: Any) -> None:
+        core = self._core
+        if core is None:
+            return
+        report = output.kv_connector_worker_meta
+        results, self._own_results = self._own_results, []
+        if isinstance(report, WorkerReport):
+            results = results + report.results
+        for request_id in output.finished_recving or ():
+            self._loading.pop(request_id, None)
+        self._reuse.note_results(results)
+        outcome = core.on_results(results)
+        for request_id in outcome.released:
+            self._reuse.unpark(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an idle engine should go on stepping, so that copies and commits end."""
+        return self._core is not None and (self._core.has_work or bool(self._own_results))
+
+    def reset(self) -> bool:
+        """vLLM dropped its KV, for new weights perhaps: nobody must use the old KV for them."""
+        core, spec = self._core, self._spec
+        if core is not None and spec is not None:
+            weights = f"{spec.weights.partition(' reset ')[0]} reset {secrets.token_hex(8)}"
+            self._spec = replace(spec, weights=weights)
+            core.reset(self._spec)
+        return True
+
+    def close(self) -> None:
+        if self._core is not None:
+            self._core.close()
+        if self._client is not None:
+            self._client.close()
+
+    # ------------------------------------------------------------------------------- details
+
+    def _wishes(self, request: Any) -> tuple[bool, bool]:
+        """What may be done for it: by role, by the request's own word, by what is understood."""
+        if getattr(request, "resumable", False):
+            return False, False  # Its tokens may be taken back when its input goes on.
+        may_onboard, may_offload = self._may_onboard, self._may_offload
+        wish = (request.kv_transfer_params or {}).get("kvtier")
+        if wish is False:
+            return False, False
+        if isinstance(wish, dict):
+            may_onboard = may_onboard and wish.get("onboard") is not False
+            may_offload = may_offload and wish.get("offload") is not False
+        return may_onboard, may_offload
+
+    def _note_preemption(self, core: SchedulerConnector, tracked: Tracked) -> None:
+        """It lost its blocks, and starts again at token 0; noticed whoever sees it first."""
+        if tracked.preemption_count == tracked.request.num_preemptions:
+            return
+        tracked.preemption_count = tracked.request.num_preemptions
+        tracked.device_blocks = []
+        tracked.full_count = 0
+        core.on_preempted(tracked.request.request_id)
+
+    def _note_device_blocks(self, output: Any) -> None:
+        """Follow every request's block table, and which of its blocks are new in this step."""
+        for new in output.scheduled_new_reqs:
+            self._set_table(new.req_id, new.block_ids[0], new.num_computed_tokens)
+        old = output.scheduled_cached_reqs
+        for request_id, added, computed in zip(
+            old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True
+        ):
+            if not added:
+                continue
+            if request_id in old.resumed_req_ids:
+                self._set_table(request_id, added[0], computed)
+                continue
+            self._reuse.note_allocated(added[0])
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.device_blocks += added[0]
+
+    def _set_table(self, request_id: str, device_blocks: list[int], computed_tokens: int) -> None:
+        # Those before hold KV already, computed for others or loaded.
+        self._reuse.note_allocated(device_blocks[-(-computed_tokens // self._block_tokens) :])
+        if (tracked := self._requests.get(request_id)) is not None:
+            tracked.device_blocks = list(device_blocks)
+            tracked.full_count = 0
+
+    def _note_full(
+        self, core: SchedulerConnector, tracked: Tracked, device_blocks: Sequence[int]
+    ) -> None:
+        """Tell of blocks that earlier steps have filled.
+
+        Steps run in order, so when a worker gets this step's order all that is counted in
+        `num_computed_tokens` is computed. A hash stands for tokens that were really sampled; a
+        block of guesses has none.
+        """
+        if not tracked.may_offload:
+            return
+        computed_count = tracked.request.num_computed_tokens // self._block_tokens
+        count = min(computed_count, len(tracked.hashes), len(device_blocks))
+        if count > tracked.full_count:
+            tracked.full_count = count
+            core.on_blocks_full(tracked.request.request_id, tracked.hashes, device_blocks[:count])

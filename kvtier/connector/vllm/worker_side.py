@@ -1,0 +1,127 @@
+"""The half of the connector in a worker: starts a step's copies and tells which have ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvtier.client import Client
+from kvtier.connector.copying import BlockCopier
+from kvtier.connector.jobs import JobResult
+from kvtier.connector.vllm.copier import cpu_copier
+from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
+from kvtier.connector.vllm.facts import namespace_of_engine
+from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
+from kvtier.connector.vllm.identity import engine_id_of
+from kvtier.connector.vllm.options import Options
+from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.worker import WorkerConnector
+from kvtier.namespace import NamespaceSpec
+from kvtier.types import Role
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """Every load that a step brought is told to vLLM once as received, whatever came of it."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._spec: NamespaceSpec | None = None
+        self._client: Client | None = None
+        self._worker: WorkerConnector | None = None
+        self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}  # Request and blocks, by job.
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._results: list[JobResult] = []
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn the tensors, and connect; the daemon may come later."""
+        config = self._kv_cache_config
+        geometry = geometry_of(kv_caches, config.num_blocks)
+        copier = _copier(geometry, kv_caches)
+        self._spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
+        self._client = Client(
+            self._options.socket,
+            engine_id=engine_id_of(self._vllm_config),
+            role=Role.WORKER,
+            name="vllm worker",
+        )
+        self._worker = WorkerConnector(
+            self._client, self._spec, copier, settings=self._options.settings
+        )
+        log.info(
+            "kvtier: %d bytes a block of %d tokens, %d device blocks, namespace %s",
+            geometry.shard_bytes,
+            self._spec.block_tokens,
+            geometry.block_count,
+            self._spec.fingerprint().hex(),
+        )
+
+    def handshake(self) -> Handshake | None:
+        return None if self._spec is None else Handshake(self._spec)
+
+    def fence(self, order: StepOrder) -> None:
+        """Before this step writes: no copy reads what it overwrites."""
+        if order.fenced_jobs and self._worker is not None:
+            self._worker.withdraw(order.fenced_jobs)
+
+    def start(self, order: StepOrder) -> None:
+        """Queue the step's copies; returns at once."""
+        for load in order.unstarted:
+            self._received.add(load.request_id)
+            self._bad_blocks.update(load.device_blocks)
+        plan = order.plan
+        if self._worker is None or not (plan.onboards or plan.offloads):
+            return
+        for job in plan.onboards:
+            self._loads[job.job_id] = (job.request_id, job.device_blocks)
+        self._worker.start(plan)
+
+    def take_received(self) -> set[str]:
+        """Requests whose loads have ended since the last call, well or not."""
+        results = [] if self._worker is None else self._worker.poll()
+        for result in results:
+            load = self._loads.pop(result.job_id, None)
+            if load is None:
+                continue
+            request_id, device_blocks = load
+            self._received.add(request_id)
+            if result.failed is not None:
+                # All of them: a load that ended too late may have read anything.
+                self._bad_blocks.update(device_blocks)
+                log.warning("kvtier: a load failed (%s): %s", result.failed, result.message)
+        self._results += results
+        received, self._received = self._received, set()
+        return received
+
+    def take_bad_blocks(self) -> set[int]:
+        """The device blocks of failed loads; told no later than their requests."""
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        return bad_blocks
+
+    def take_report(self) -> WorkerReport | None:
+        results, self._results = self._results, []
+        return WorkerReport(results) if results else None
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._client is not None:
+            self._client.close()
+
+
+def _copier(geometry: BlockGeometry, kv_caches: Mapping[str, torch.Tensor]) -> BlockCopier:
+    """Where other devices' copies will come in."""
+    kinds = {tensor.device.type for tensor in kv_caches.values()}
+    if kinds != {"cpu"}:
+        raise Unsupported(
+            f"kvtier: KV on {'+'.join(sorted(kinds))} is not supported yet, only on cpu;"
+            " run without kvtier"
+        )
+    return cpu_copier(geometry)

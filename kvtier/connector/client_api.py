@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName
 
 SlotView = npt.NDArray[np.uint8]
 
@@ -43,6 +43,8 @@ class LeaseLike(Protocol):
     def deadline_ns(self) -> int: ...
     @property
     def cut(self) -> Cut: ...
+    @property
+    def tiers(self) -> Sequence[tuple[TierName, int]]: ...
 
 
 class ReservationLike(Protocol):

@@ -5,7 +5,9 @@ all planning state belongs to the engine's thread and needs no lock.
 
 Two lanes: urgent calls (acquire, release, reserve, commit, abort) go before background ones
 (match), each lane in order. Urgent calls need no bound of their own: every one of them stands for a
-lease, a reserved slot or a request that is bounded elsewhere.
+lease, a reserved slot or a request that is bounded elsewhere. Calls that wait for a disk go beside
+both, in threads of their own, which the control thread starts: starting one takes longer than a
+hook may.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from kvtier.connector.waiting import WaitingThreads
 from kvtier.errors import KVTierError, Unavailable
 
 T = TypeVar("T")
@@ -34,6 +37,12 @@ class Control(Protocol):
         """Queue `call`; False (and never an answer) when its lane is full or closed."""
         ...
 
+    def ask_waiting(
+        self, call: Callable[[], T], on_answer: Callable[[T | KVTierError], None]
+    ) -> bool:
+        """Queue a call that holds up no other; False (and never an answer) when closed."""
+        ...
+
     def post(self, note: Note) -> None:
         """From any thread: run `note` in the engine's thread, at its next hook."""
         ...
@@ -43,7 +52,7 @@ class Control(Protocol):
         ...
 
     def close(self, timeout_seconds: float) -> None:
-        """Make the calls queued so far, for at most this long, and end."""
+        """Make the calls queued so far, for at most this long, and end; nothing that waits."""
         ...
 
 
@@ -61,8 +70,11 @@ def perform(call: Callable[[], T]) -> T | KVTierError:
 class ControlThread:
     """One daemon thread; ends with `close` or with the process."""
 
-    def __init__(self, *, background_max: int, name: str = "kvtier-connector") -> None:
+    def __init__(
+        self, *, background_max: int, waiting_max: int, name: str = "kvtier-connector"
+    ) -> None:
         self._background_max = background_max
+        self._waiting = WaitingThreads(count_max=waiting_max, name=f"{name}-waiting")
         self._urgent: deque[Note] = deque()
         self._background: deque[Note] = deque()
         # One True for each queued call.
@@ -77,12 +89,17 @@ class ControlThread:
     ) -> bool:
         if self._closed or (not urgent and len(self._background) >= self._background_max):
             return False
+        (self._urgent if urgent else self._background).append(self._to_inbox(call, on_answer))
+        self._wakeups.put(True)
+        return True
 
-        def run() -> None:
-            answer: Any = perform(call)
-            self._inbox.put(lambda: on_answer(answer))
-
-        (self._urgent if urgent else self._background).append(run)
+    def ask_waiting(
+        self, call: Callable[[], T], on_answer: Callable[[T | KVTierError], None]
+    ) -> bool:
+        if self._closed:
+            return False
+        run = self._to_inbox(call, on_answer)
+        self._urgent.append(lambda: self._waiting.run(run))
         self._wakeups.put(True)
         return True
 
@@ -105,9 +122,19 @@ class ControlThread:
         self._wakeups.put(False)
         self._thread.join(timeout_seconds)
 
+    def _to_inbox(
+        self, call: Callable[[], T], on_answer: Callable[[T | KVTierError], None]
+    ) -> Note:
+        def run() -> None:
+            answer: Any = perform(call)
+            self._inbox.put(lambda: on_answer(answer))
+
+        return run
+
     def _run(self) -> None:
         while self._wakeups.get():  # False, put by close, comes after all calls queued before.
             if self._urgent:
                 self._urgent.popleft()()
             elif self._background:
                 self._background.popleft()()
+        self._waiting.close()

@@ -72,6 +72,11 @@ class Desk:
     ) -> bool:
         return self.control.ask(call, on_answer, urgent=urgent)
 
+    def ask_waiting(
+        self, call: Callable[[], T], on_answer: Callable[[T | KVTierError], None]
+    ) -> bool:
+        return self.control.ask_waiting(call, on_answer)
+
     def ignore(self, answer: object) -> None:
         """For calls whose failure mends itself (a lease expires, a lost session's slots return)."""
         if isinstance(answer, KVTierError):

@@ -209,6 +209,8 @@ class Offloader:
             request.matched_at = desk.clock.now()
             request.match_limit = len(hashes)
             request.match_learned_count = learned_count
+            request.lower_first = answer.memory_count
+            request.lower_end = min(answer.matched_count, len(request.prompt))
             if request.left_count:
                 self._pend(request)
             elif request.is_lingering:

@@ -1,21 +1,16 @@
-"""The onboard half of the planning: match, acquire, promise, job, release.
-
-Every lease is released exactly once: when its attempt is abandoned (missed, aborted, expired,
-declined) or when every worker has reported the job that used it.
-"""
+"""The onboard half of the planning: question, promise, job; acquiring.py holds the leases."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.connector.acquiring import Acquirer
 from kvtier.connector.client_api import LeaseLike
 from kvtier.connector.desk import Desk
-from kvtier.connector.failed import FailedHashes
 from kvtier.connector.jobs import FailReason, OnboardJob
 from kvtier.connector.requests import Attempt, OnboardFlight, OnboardPhase, Request, Residency
 from kvtier.connector.residency import KnownResident
-from kvtier.errors import KVTierError
-from kvtier.types import Cut
+from kvtier.connector.waiting import sources_of
 
 # Reasons that say nothing against the block itself: a new session may well load it.
 _NOT_THE_BLOCK = (FailReason.STALE, FailReason.CLOSED)
@@ -26,14 +21,14 @@ class Onboarder:
 
     def __init__(self, desk: Desk, known: KnownResident) -> None:
         self._desk = desk
-        self._known = known
-        settings = desk.settings
-        self._failed = FailedHashes(
-            failed_seconds=settings.failed_seconds, count_max=settings.failed_hashes_max
-        )
+        self._acquirer = Acquirer(desk, known)
         self._planned: list[OnboardFlight] = []
         self.flights: dict[int, OnboardFlight] = {}
-        self.open_count = 0  # Acquires under way plus leases held.
+
+    @property
+    def open_count(self) -> int:
+        """Acquires under way plus leases held."""
+        return self._acquirer.open_count
 
     def count(self, request: Request, local_block_count: int) -> int | None:
         """See SchedulerConnector.get_onboard_count."""
@@ -46,7 +41,7 @@ class Onboarder:
         request.local_block_count = local_block_count
         rest_count = len(request.prompt) - local_block_count
         if rest_count < desk.settings.onboard_blocks_min:
-            self._give_up(request)
+            self._acquirer.give_up(request)
             return 0
         if request.first_attempt_at is None:
             request.first_attempt_at = now
@@ -56,19 +51,19 @@ class Onboarder:
         if request.phase is OnboardPhase.LEASED:
             if (leased := self._leased_count(request, local_block_count)) is not None:
                 return leased
-            self._abandon(request)  # Cannot be promised any more: a new question, a new wait.
+            # It cannot be promised any more: a new question, a new wait.
+            self._acquirer.abandon(request)
             request.phase = OnboardPhase.WAITING
             request.first_attempt_at = now
-        if now - request.first_attempt_at >= desk.settings.onboard_wait_seconds:
+        if now - request.first_attempt_at >= self._acquirer.wait_seconds(request):
             desk.stats.deadline_missed_requests += 1
-            self._give_up(request)
+            self._acquirer.give_up(request)
             return 0
         if request.phase is OnboardPhase.WAITING:
-            if self._is_miss(request, local_block_count, now):
+            if self._is_miss(request, now):
                 request.first_attempt_at = None  # Answered; asked again, it is a new question.
                 return 0
-            if self.open_count < desk.settings.acquires_in_flight_max:
-                self._ask_acquire(request, local_block_count, now)
+            self._acquirer.ask_in_turn(request, now)
         return None if request.phase is not OnboardPhase.OVER else 0
 
     def allocated(self, request: Request, device_blocks: Sequence[int], count: int) -> None:
@@ -76,7 +71,7 @@ class Onboarder:
         attempt = request.attempt
         if count <= 0:
             if request.phase is not OnboardPhase.LOADING:
-                self._give_up(request)
+                self._acquirer.give_up(request)
             return
         if request.phase is OnboardPhase.LOADING:
             return  # Told twice: the first one stands.
@@ -88,7 +83,7 @@ class Onboarder:
             or count > min(attempt.leased_count - local_count, len(device_blocks))
         ):
             # Promised once, but a reset or a lost session came between: the engine waits for us.
-            self._give_up(request)
+            self._acquirer.give_up(request)
             self._desk.failed.append(request.request_id)
             return
         self._plan(request, attempt, attempt.lease, device_blocks[:count])
@@ -96,7 +91,7 @@ class Onboarder:
     def note_running(self, request: Request) -> None:
         """It computes without what was asked for: nobody will want the lease."""
         if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
-            self._give_up(request)
+            self._acquirer.give_up(request)
 
     def take_plan(self) -> list[OnboardJob]:
         """Jobs for the workers; those of a session lost meanwhile fail here."""
@@ -117,18 +112,19 @@ class Onboarder:
         """Every worker has reported, or none was told."""
         desk, request, job = self._desk, flight.request, flight.job
         del self.flights[job.job_id]
-        self._release(flight.attempt)
+        self._acquirer.release(flight.attempt)
         is_held = flight.is_held
         desk.end_flight(job.job_id, flight)
         if failure is None:
             desk.stats.onboarded_blocks += len(job.slots)
+            desk.stats.onboarded_tier_blocks.update(dict(flight.sources))
             desk.stats.onboarded_bytes += flight.bytes_count
             desk.stats.onboard_copy_seconds += flight.copy_seconds
         else:
             desk.stats.onboard_failed_blocks += len(job.slots)
             if failure not in _NOT_THE_BLOCK and flight.life == desk.life:
                 index = flight.first_index + min(flight.failed_index, len(job.slots) - 1)
-                self._failed.add(request.prompt[index], now=desk.clock.now())
+                self._acquirer.failed.add(request.prompt[index], now=desk.clock.now())
         if is_held:
             return  # Finished or preempted meanwhile: `released` says all.
         request.phase = OnboardPhase.OVER
@@ -141,112 +137,33 @@ class Onboarder:
             self._planned.remove(flight)
             del self.flights[flight.job.job_id]
             del request.flights[flight.job.job_id]
-            self._release(flight.attempt)
-        self._give_up(request)
+            self._acquirer.release(flight.attempt)
+        self._acquirer.give_up(request)
 
     def restart(self, request: Request) -> None:
         """The request begins again at token 0, in this life of the namespace."""
-        self._give_up(request)
+        self._acquirer.give_up(request)
         request.phase = OnboardPhase.WAITING
         request.first_attempt_at = None
+        request.lower_end = 0
 
     def reset(self, requests: Sequence[Request]) -> None:
         """Another namespace: leases of the old one end; its jobs fail when they are reported."""
         planned, self._planned = self._planned, []
         for flight in planned:
             self.complete(flight, FailReason.STALE)
-        self._failed.clear()
+        self._acquirer.failed.clear()
         for request in requests:
             if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
                 self.restart(request)
 
-    # ------------------------------------------------------------------------------- asking
-
-    def _is_miss(self, request: Request, local_block_count: int, now: float) -> bool:
+    def _is_miss(self, request: Request, now: float) -> bool:
         if request.residency is not Residency.KNOWN:
             return False
         if now - request.matched_at > self._desk.settings.match_fresh_seconds:
             return False
-        found_count = request.matched_count - local_block_count
+        found_count = request.matched_count - request.local_block_count
         return found_count < self._desk.settings.onboard_blocks_min
-
-    def _ask_acquire(self, request: Request, local_block_count: int, now: float) -> None:
-        """Leave an acquire with the control thread, which leaves out what failed lately."""
-        desk, settings = self._desk, self._desk.settings
-        attempt = Attempt(local_block_count, self._known.learned_count)
-        failed = self._failed.current(now=now)
-        namespace, prompt, life = desk.namespace, request.prompt, desk.life
-
-        def call() -> LeaseLike | None:
-            hashes = _good_prefix(prompt, failed) if failed else prompt
-            attempt.asked_count = len(hashes)
-            if attempt.is_abandoned or len(hashes) <= attempt.skip_count:
-                return None
-            return desk.client.acquire(
-                namespace,
-                hashes,
-                lease_seconds=settings.lease_seconds,
-                wait_seconds=settings.acquire_wait_seconds,
-                skip_count=attempt.skip_count,
-            )
-
-        def on_answer(answer: LeaseLike | KVTierError | None) -> None:
-            self._on_acquired(request, attempt, life, answer)
-
-        if desk.ask(call, on_answer):
-            self.open_count += 1
-            request.attempt = attempt
-            request.phase = OnboardPhase.ASKED
-        else:
-            request.phase = OnboardPhase.OVER  # Closed.
-
-    def _on_acquired(
-        self,
-        request: Request,
-        attempt: Attempt,
-        life: int,
-        answer: LeaseLike | KVTierError | None,
-    ) -> None:
-        desk = self._desk
-        lease = None if isinstance(answer, KVTierError) else answer
-        if isinstance(answer, KVTierError):
-            desk.note_error(answer)
-        if lease is None or lease.lease_id is None:
-            self.open_count -= 1
-            if not attempt.is_abandoned:
-                request.attempt = None
-                request.phase = OnboardPhase.OVER
-                self._learn(request, attempt, lease, life)
-            return
-        attempt.lease = lease
-        attempt.leased_count = min(attempt.asked_count, lease.leased_count)
-        found_count = attempt.leased_count - attempt.skip_count
-        if attempt.is_abandoned:
-            self._release(attempt)
-            return
-        self._learn(request, attempt, lease, life)
-        too_few = found_count < desk.settings.onboard_blocks_min
-        if too_few or len(lease.slots) < found_count or lease.session != desk.session():
-            self._give_up(request)
-            return
-        desk.stats.matched_blocks += found_count
-        request.phase = OnboardPhase.LEASED
-
-    def _learn(
-        self, request: Request, attempt: Attempt, lease: LeaseLike | None, life: int
-    ) -> None:
-        """An acquire that ended at a miss is as good as a match, and spares one."""
-        if lease is None or life != self._desk.life or request.residency is Residency.KNOWN:
-            return
-        if lease.cut not in (Cut.NONE, Cut.MISS) or attempt.asked_count < len(request.prompt):
-            return
-        request.residency = Residency.KNOWN
-        request.matched_count = request.offload_index = lease.leased_count
-        request.matched_at = self._desk.clock.now()
-        request.match_limit = len(request.prompt)
-        request.match_learned_count = attempt.learned_count
-
-    # ------------------------------------------------------------------------------- promising
 
     def _leased_count(self, request: Request, local_block_count: int) -> int | None:
         """Blocks to promise from the lease held; None when it does not do any more."""
@@ -263,7 +180,7 @@ class Onboarder:
             return None
         found_count = attempt.leased_count - local_block_count
         if found_count < settings.onboard_blocks_min:
-            self._give_up(request)
+            self._acquirer.give_up(request)
             return 0
         return found_count
 
@@ -288,37 +205,16 @@ class Onboarder:
             deadline_ns=lease.deadline_ns,
             hashes=hashes,
         )
-        flight = OnboardFlight(request, desk.life, job=job, attempt=attempt, first_index=first)
+        flight = OnboardFlight(
+            request,
+            desk.life,
+            job=job,
+            attempt=attempt,
+            first_index=first,
+            sources=sources_of(lease.tiers, lease.leased_count, first, count),
+        )
         request.attempt = None
         request.phase = OnboardPhase.LOADING
         request.flights[job.job_id] = flight
         self.flights[job.job_id] = flight
         self._planned.append(flight)
-
-    # ------------------------------------------------------------------------------- ending
-
-    def _give_up(self, request: Request) -> None:
-        self._abandon(request)
-        request.phase = OnboardPhase.OVER
-
-    def _abandon(self, request: Request) -> None:
-        attempt, request.attempt = request.attempt, None
-        if attempt is None:
-            return
-        attempt.is_abandoned = True
-        if attempt.lease is not None:
-            self._release(attempt)
-
-    def _release(self, attempt: Attempt) -> None:
-        lease, attempt.lease = attempt.lease, None
-        assert lease is not None, "a lease is released twice"
-        self.open_count -= 1
-        self._desk.release(lease)
-
-
-def _good_prefix(hashes: Sequence[bytes], failed: frozenset[bytes]) -> Sequence[bytes]:
-    """Up to the first hash whose load failed lately. Runs in the control thread: O(blocks)."""
-    for index, block_hash in enumerate(hashes):
-        if block_hash in failed:
-            return hashes[:index]
-    return hashes

@@ -10,6 +10,7 @@ from typing import Any
 from kvtier.connector.client_api import LeaseLike
 from kvtier.connector.jobs import FailReason, JobResult, OffloadJob, OnboardJob
 from kvtier.connector.stock import Footing
+from kvtier.types import TierName
 
 
 class OnboardPhase(Enum):
@@ -36,6 +37,7 @@ class Attempt:
 
     skip_count: int
     learned_count: int
+    wait_until: float | None = None  # None: takes what is in memory now.
     asked_count: int = 0  # Blocks asked for; fewer than the prompt's after a failed load.
     lease: LeaseLike | None = None
     leased_count: int = 0  # Blocks from the first one on, never more than asked for.
@@ -62,6 +64,9 @@ class Request:
     matched_at: float = float("-inf")
     match_limit: int = 0  # Blocks the last match was asked about: it knows better than we did.
     match_learned_count: int = 0
+    # Blocks lower_first to lower_end may lie in lower tiers only, as far as is known.
+    lower_first: int = 0
+    lower_end: int = 0
     rematch_count: int = 0
     open_block_count: int = 0  # Planned and not yet committed or dropped.
     may_offload: bool = True
@@ -69,6 +74,10 @@ class Request:
     hold_count: int = 0  # Held flights, and the linger: `released` announces the end of the last.
     is_finished: bool = False
     is_lingering: bool = False  # Finished; the engine keeps the device blocks for the planning.
+
+    def lower_count(self, local_block_count: int) -> int:
+        """Blocks behind the engine's own that may have to be promoted before they are onboarded."""
+        return max(0, self.lower_end - max(self.lower_first, local_block_count))
 
     @property
     def left_count(self) -> int:
@@ -151,6 +160,7 @@ class OnboardFlight(Flight):
     job: OnboardJob = field(kw_only=True)
     attempt: Attempt = field(kw_only=True)
     first_index: int = field(kw_only=True)  # In the prompt, of the job's first block.
+    sources: tuple[tuple[TierName, int], ...] = field(kw_only=True)  # Where its blocks came from.
 
 
 @dataclass(slots=True, eq=False)

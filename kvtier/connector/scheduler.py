@@ -80,7 +80,9 @@ class SchedulerConnector:
         control: Control | None = None,
     ) -> None:
         settings = settings or ConnectorSettings()
-        control = control or ControlThread(background_max=settings.matches_queued_max)
+        control = control or ControlThread(
+            background_max=settings.matches_queued_max, waiting_max=settings.waiting_acquires_max
+        )
         self._desk = Desk(client, spec, settings, clock or SystemClock(), control)
         known = KnownResident(count_max=settings.resident_hashes_max)
         self._onboarder = Onboarder(self._desk, known)

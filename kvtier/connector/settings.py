@@ -19,8 +19,14 @@ class ConnectorSettings:
     # Acquires under way plus leases held. A thousand waiting requests must not pin the pool, and
     # the daemon allows 256 leases a session.
     acquires_in_flight_max: int = 64
-    # How long the daemon may promote for an acquire; the control thread waits with it.
-    acquire_wait_seconds: float = 0.0
+    # Where blocks lie on NVMe only, a request may wait longer: by twice the time that reading them
+    # takes at this rate, because others read as well, and never longer than the maximum in all. A
+    # maximum of 0 onboards only what is in memory already.
+    nvme_bytes_per_second: float = 1e9
+    nvme_wait_seconds_max: float = 2.0
+    # Acquires that wait for such blocks at once. Each takes a thread, and in the daemon slots for
+    # all it waits for; a few keep every disk busy.
+    waiting_acquires_max: int = 8
     lease_seconds: float = 30.0
     # A lease with less time than this left is exchanged for a new one before it is promised.
     lease_slack_seconds: float = 1.0
@@ -71,7 +77,8 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         at_least_one = (
-            "onboard_blocks_min", "acquires_in_flight_max", "matches_queued_max",
+            "onboard_blocks_min", "acquires_in_flight_max", "waiting_acquires_max",
+            "matches_queued_max",
             "failed_hashes_max", "resident_hashes_max", "stock_blocks", "stock_blocks_max",
             "offload_blocks_max", "offload_blocks_per_plan", "worker_count",
             "answers_per_hook_max", "offload_slice_blocks",
@@ -80,7 +87,7 @@ class ConnectorSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         not_negative = (
-            "onboard_wait_seconds", "acquire_wait_seconds", "failed_seconds", "rematches_max",
+            "onboard_wait_seconds", "nvme_wait_seconds_max", "failed_seconds", "rematches_max",
             "verify_one_in", "lease_slack_seconds", "match_fresh_seconds", "close_seconds",
             "reserve_retry_seconds", "recall_pause_seconds", "finish_wait_seconds",
             "lingering_requests_max", "lingering_blocks_max",
@@ -88,6 +95,10 @@ class ConnectorSettings:
         for name in not_negative:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must not be negative")
+        if self.nvme_bytes_per_second <= 0:
+            raise ConfigError(
+                f"nvme_bytes_per_second is {self.nvme_bytes_per_second}: it must be above 0"
+            )
         if self.lease_seconds <= self.lease_slack_seconds:
             raise ConfigError(
                 f"lease_seconds is {self.lease_seconds}: it must exceed lease_slack_seconds"

@@ -17,7 +17,9 @@ class ConnectorStats:
     asked_blocks: int = 0  # Of first attempts: prompt blocks the engine did not have itself.
     matched_blocks: int = 0  # Of these, leased.
     onboarded_blocks: int = 0
+    onboarded_tier_blocks: Counter[str] = field(default_factory=Counter)  # By tier they were in.
     onboard_failed_blocks: int = 0
+    waiting_acquires: int = 0  # That waited for blocks which were on NVMe only.
     deadline_missed_requests: int = 0
     offload_planned_blocks: int = 0
     offloaded_blocks: int = 0  # Copied by every worker.
@@ -45,6 +47,7 @@ class ConnectorStats:
     def copy(self) -> ConnectorStats:
         return replace(
             self,
+            onboarded_tier_blocks=Counter(self.onboarded_tier_blocks),
             dropped_blocks=Counter(self.dropped_blocks),
             call_errors=Counter(self.call_errors),
         )

@@ -130,8 +130,9 @@ class KVTierServicer(object):
 
     def Acquire(self, request, context):
         """Lease the longest resident prefix and bring it into memory. A stream: `pending` while blocks
-        are promoted, then exactly one `ready`; with `wait_ms` 0 that is the only message. Takes all destination slots at once or truncates to
-        what fits now. Pins of all leases are bounded by half the pool; beyond that it truncates too.
+        are promoted, then exactly one `ready`; with `wait_ms` 0 that is the only message. Takes all
+        destination slots at once or truncates to what fits now. Pins of all leases are bounded by half
+        the pool; beyond that it truncates too.
         Cancelling the call before `ready` releases the lease. Not idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

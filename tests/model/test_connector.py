@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.connector.jobs import StepOutcome
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.errors import Unavailable
-from tests.support.connector_rig import Rig, chain_of, content_of, spec_of
+from tests.support.connector_rig import SHARD_BYTES, Rig, chain_of, content_of, spec_of
 
 DEVICE_BLOCK_COUNT = 30
 REQUEST_COUNT_MAX = 6
+WAITING_ACQUIRES_MAX = 2
 TROUBLES = [
     *("reset", "clear", "recall", "disconnect", "reconnect", "restart"),
     *("match", "acquire", "reserve", "commit"),
@@ -61,6 +62,10 @@ class ConnectorMachine(RuleBasedStateMachine):
                 holds_preempted_blocks=self.holds_preempted_blocks,
                 lingering_requests_max=2,
                 lingering_blocks_max=9,
+                waiting_acquires_max=WAITING_ACQUIRES_MAX,
+                # Half a second a block of two shards.
+                nvme_bytes_per_second=8 * SHARD_BYTES,
+                nvme_wait_seconds_max=1.5,
             ),
         )
         self.weights = "v1"
@@ -130,15 +135,25 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.try_to_start(request, local_count, less)
 
     @precondition(lambda self: len(self.requests) < REQUEST_COUNT_MAX)
-    @rule(path=PATHS, local_count=st.integers(0, 2), step_count=st.integers(0, 4))
-    def serve(self, path: list[str], local_count: int, step_count: int) -> None:
+    @rule(
+        path=PATHS,
+        local_count=st.integers(0, 2),
+        step_count=st.integers(0, 4),
+        demoted_from=st.integers(0, 6),
+    )
+    def serve(self, path: list[str], local_count: int, step_count: int, demoted_from: int) -> None:
         """A request on a good day, as far as its planning; what follows is up to other rules."""
+        for block_hash in chain_of(*path)[demoted_from : demoted_from + 1]:
+            if block_hash in self.rig.namespace.resident:
+                self.rig.client.demote(self.rig.namespace, block_hash)
         self.arrive(path)
         request = self.requests[f"r{self.count}"]
         for grown_count in range(3):  # Its own prefix grows while it waits.
             if request.phase == "waiting":
                 self.rig.control.step()
                 self.try_to_start(request, local_count + grown_count, 0)
+                self.rig.control.begin_waits()
+                self.rig.control.end_waits()
         if request.phase == "running":
             self.grow(request, len(request.chain))
         for _ in range(step_count):
@@ -290,6 +305,37 @@ class ConnectorMachine(RuleBasedStateMachine):
     def answer(self, count: int) -> None:
         self.rig.control.step(count)
 
+    @rule(begun_count=st.integers(0, 2), ended_count=st.integers(0, 2))
+    def wait(self, begun_count: int, ended_count: int) -> None:
+        """Answers of waits take their time, and come long after their requests have gone."""
+        self.rig.control.end_waits(ended_count)
+        self.rig.control.begin_waits(begun_count)
+
+    @rule(
+        path=PATHS, limit=st.integers(0, 2), what=st.sampled_from(["late", "lost", "end", "reset"])
+    )
+    def give_up_waiting(self, path: list[str], limit: int, what: str) -> None:
+        """Something happens to a request while the daemon promotes for it."""
+        namespace, client = self.rig.namespace, self.rig.client
+        if len(self.requests) == REQUEST_COUNT_MAX or not namespace.has(chain_of(path[0])[0]):
+            return
+        client.demote(namespace, chain_of(path[0])[0])
+        self.arrive(path)
+        request = self.requests[f"r{self.count}"]
+        self.rig.control.step()
+        self.try_to_start(request, 0, 0)
+        client.promote_limits.append(limit)
+        self.rig.control.begin_waits()
+        if what == "late":
+            self.rig.clock.advance(1.6)
+            self.try_to_start(request, 0, 0)
+        elif what == "lost":
+            client.reconnect()
+        elif what == "end":
+            self.end(request)
+        else:
+            self.reset()
+
     @rule(seconds=st.sampled_from([0.01, 0.06, 1.0, 29.5, 31.0]))
     def advance(self, seconds: float) -> None:
         self.rig.clock.advance(seconds)
@@ -297,8 +343,14 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
+        namespace = self.rig.namespace
+        if resident := [*namespace.resident, *namespace.nvme]:
+            self.rig.client.evict(namespace, data.draw(st.sampled_from(resident)))
+
+    @rule(data=st.data())
+    def demote(self, data: st.DataObject) -> None:
         if resident := list(self.rig.namespace.resident):
-            self.rig.client.evict(self.rig.namespace, data.draw(st.sampled_from(resident)))
+            self.rig.client.demote(self.rig.namespace, data.draw(st.sampled_from(resident)))
 
     @rule(shard=st.integers(0, 1))
     def break_copier(self, shard: int) -> None:
@@ -337,6 +389,10 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.rig.check()
 
     @invariant()
+    def waits_are_few(self) -> None:
+        assert self.rig.control.waiting_count <= WAITING_ACQUIRES_MAX
+
+    @invariant()
     def an_engine_with_kept_blocks_goes_on_stepping(self) -> None:
         assert self.rig.scheduler.has_work or not self.kept
 
@@ -348,14 +404,22 @@ class ConnectorMachine(RuleBasedStateMachine):
                 for shard in range(2):
                     right = content_of(block_hash, shard, namespace.spec.weights)
                     assert np.array_equal(client.memory[shard][slot], right)
+            for block_hash, found in namespace.nvme.items():
+                for shard in range(2):
+                    right = content_of(block_hash, shard, namespace.spec.weights)
+                    assert np.array_equal(found[shard], right)
 
     def teardown(self) -> None:
         for request in list(self.requests.values()):
             self.end(request)
         for _ in range(12):
             self.rig.clock.advance(0.1)
+            self.rig.control.begin_waits()
+            self.rig.control.end_waits()
             self.apply(self.rig.step())
         self.apply(self.rig.scheduler.on_results([]))
+        stats = self.rig.scheduler.stats()
+        assert sum(stats.onboarded_tier_blocks.values()) == stats.onboarded_blocks
         assert self.kept == {}
         assert len(self.free) == DEVICE_BLOCK_COUNT
         scheduler, client = self.rig.scheduler, self.rig.client

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError, NotReserved, StaleSlot, Unavailable
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,8 +43,12 @@ class FakeNamespace:
     spec: NamespaceSpec
     client: FakeClient
     epoch: int = 1
-    resident: dict[bytes, int] = field(default_factory=dict)  # Hash to slot, parents first.
+    resident: dict[bytes, int] = field(default_factory=dict)  # In memory: hash to slot.
+    nvme: dict[bytes, Bytes] = field(default_factory=dict)  # On NVMe only: hash to bytes by shard.
     parents: dict[bytes, bytes | None] = field(default_factory=dict)
+
+    def has(self, block_hash: bytes) -> bool:
+        return block_hash in self.resident or block_hash in self.nvme
 
     @property
     def state(self) -> FakeState | None:
@@ -59,6 +64,7 @@ class FakeLease:
     slots: npt.NDArray[np.uint32]
     deadline_ns: int
     cut: Cut
+    tiers: tuple[tuple[TierName, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,8 @@ class FakeClient:
         self.calls: Counter[str] = Counter()
         self.commits: list[FakeCommit] = []
         self.hashes_asked: list[int] = []  # Length of each acquire.
+        self.waits_asked: list[float] = []  # Seconds of each acquire.
+        self.promote_limits: list[int] = []  # Of the next waits: blocks until their time is over.
         self.violations: list[str] = []
         self.during: dict[str, Callable[[], object]] = {}  # What happens while a call is made.
         self._errors: dict[str, list[KVTierError]] = {}
@@ -136,12 +144,12 @@ class FakeClient:
         self.session = None
 
     def reconnect(self, *, restarted: bool = False) -> None:
-        """A new session; with `restarted` of a daemon that remembers nothing."""
+        """A new session; with `restarted` of a daemon that remembers what is on NVMe alone."""
         self.disconnect()
         if restarted:
             self.generation += 1
             for namespace in self.namespaces.values():
-                self._void(namespace)
+                self._lose_memory(namespace)
             self.free = list(range(self.memory.shape[1]))
             self.reserved.clear()
             self.leases.clear()
@@ -180,12 +188,31 @@ class FakeClient:
         for child, parent in namespace.parents.items():
             if parent in gone:
                 gone.append(child)
-        pinned = {slot for slots in self.leases.values() for slot in slots}
-        if any(namespace.resident[name] in pinned for name in gone):
+        if self._is_any_pinned(namespace, gone):
             return
         for name in reversed(gone):
-            self.free.append(namespace.resident.pop(name))
+            if name in namespace.resident:
+                self.free.append(namespace.resident.pop(name))
+            namespace.nvme.pop(name, None)
             del namespace.parents[name]
+
+    def demote(self, namespace: FakeNamespace, block_hash: bytes) -> None:
+        """The block and all behind it leave memory for NVMe, unless a lease pins one of them."""
+        going = [block_hash]
+        for child, parent in namespace.parents.items():
+            if parent in going:
+                going.append(child)
+        if self._is_any_pinned(namespace, going):
+            return
+        for name in going:
+            if name in namespace.resident:
+                slot = namespace.resident.pop(name)
+                namespace.nvme[name] = self.memory[:, slot].copy()
+                self.free.append(slot)
+
+    def _is_any_pinned(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> bool:
+        pinned = {slot for slots in self.leases.values() for slot in slots}
+        return any(namespace.resident.get(name) in pinned for name in hashes)
 
     def clear(self, namespace: FakeNamespace) -> None:
         self._void(namespace)
@@ -196,7 +223,16 @@ class FakeClient:
         for slot in namespace.resident.values():
             (self._waste if slot in pinned else self.free).append(slot)
         namespace.resident.clear()
+        namespace.nvme.clear()
         namespace.parents.clear()
+
+    def _lose_memory(self, namespace: FakeNamespace) -> None:
+        """What is on NVMe stays, as far as its parents do."""
+        namespace.resident.clear()
+        for name, parent in list(namespace.parents.items()):
+            if name not in namespace.nvme or (parent and parent not in namespace.parents):
+                del namespace.parents[name]
+                namespace.nvme.pop(name, None)
 
     # ------------------------------------------------------------------------------- the client
 
@@ -210,7 +246,9 @@ class FakeClient:
     def match(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> PrefixMatch:
         self._begin("match")
         count = self._matched_count(namespace, hashes)
-        return PrefixMatch(count, count)
+        in_memory = [block_hash in namespace.resident for block_hash in hashes[:count]]
+        memory_count = in_memory.index(False) if False in in_memory else count
+        return PrefixMatch(count, memory_count, _tiers_of(in_memory))
 
     def acquire(
         self,
@@ -223,18 +261,44 @@ class FakeClient:
     ) -> FakeLease:
         session = self._begin("acquire")
         self.hashes_asked.append(len(hashes))
-        count = self._matched_count(namespace, hashes)
-        cut = Cut.NONE if count == len(hashes) else Cut.MISS
-        slots = [namespace.resident[block_hash] for block_hash in hashes[:count]]
+        self.waits_asked.append(wait_seconds)
+        matched = hashes[: self._matched_count(namespace, hashes)]
+        in_memory = [block_hash in namespace.resident for block_hash in matched]
+        limit = 0
+        if wait_seconds > 0:
+            limit = self.promote_limits.pop(0) if self.promote_limits else len(hashes)
+        count, cut = self._bring_into_memory(namespace, matched, skip_count, limit)
+        if cut is Cut.NONE and count < len(hashes):
+            cut = Cut.MISS
         deadline_ns = self._clock.now_ns() + int((lease_seconds or 30.0) * 1e9)
-        given = np.array(slots[skip_count:], dtype=np.uint32)
-        if count == 0:
+        pinned = [namespace.resident[name] for name in hashes[:count] if name in namespace.resident]
+        slots = [namespace.resident[name] for name in hashes[skip_count:count]]
+        given = np.array(slots, dtype=np.uint32)
+        if count <= skip_count:
             return FakeLease(None, session, 0, given, deadline_ns, cut)
         self._lease_count += 1
-        self.leases[self._lease_count] = slots
+        self.leases[self._lease_count] = pinned
         self.lease_sessions[self._lease_count] = session
         self._deadlines[self._lease_count] = deadline_ns
-        return FakeLease(self._lease_count, session, count, given, deadline_ns, cut)
+        tiers = _tiers_of(in_memory[:count])
+        return FakeLease(self._lease_count, session, count, given, deadline_ns, cut, tiers)
+
+    def _bring_into_memory(
+        self, namespace: FakeNamespace, hashes: Sequence[bytes], skip_count: int, limit: int
+    ) -> tuple[int, Cut]:
+        """Promote up to `limit` blocks; how many blocks from the first one on can be leased."""
+        for index, block_hash in enumerate(hashes):
+            if index < skip_count or block_hash in namespace.resident:
+                continue
+            if limit == 0:
+                return index, Cut.DEADLINE
+            if not self.free:
+                return index, Cut.NO_SPACE
+            limit -= 1
+            slot = self.free.pop(0)
+            self.memory[:, slot] = namespace.nvme.pop(block_hash)
+            namespace.resident[block_hash] = slot
+        return len(hashes), Cut.NONE
 
     def release(self, leases: Sequence[FakeLease]) -> int:
         session = self._begin("release")
@@ -276,9 +340,9 @@ class FakeClient:
             outcome = CommitOutcome.READY
             if epoch != namespace.epoch:
                 outcome = CommitOutcome.VOID
-            elif block_hash in namespace.resident:
+            elif namespace.has(block_hash):
                 outcome = CommitOutcome.PRESENT
-            elif parent is not None and parent not in namespace.resident:
+            elif parent is not None and not namespace.has(parent):
                 outcome = CommitOutcome.NO_PARENT
             if outcome is CommitOutcome.READY:
                 namespace.resident[block_hash] = slot
@@ -347,6 +411,14 @@ class FakeClient:
 
     def _matched_count(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> int:
         for index, block_hash in enumerate(hashes):
-            if block_hash not in namespace.resident:
+            if not namespace.has(block_hash):
                 return index
         return len(hashes)
+
+
+def _tiers_of(in_memory: Sequence[bool]) -> tuple[tuple[TierName, int], ...]:
+    """Runs in chain order."""
+    return tuple(
+        (TierName.DRAM if is_there else TierName.NVME, len(list(run)))
+        for is_there, run in groupby(in_memory)
+    )

@@ -21,6 +21,8 @@ class SteppedControl:
         self._background_max = background_max
         self._urgent: deque[Callable[[], Note]] = deque()
         self._background: deque[Callable[[], Note]] = deque()
+        self._waiting: deque[Callable[[], Note]] = deque()
+        self._late: deque[Note] = deque()  # Answers of waits that are still on their way.
         self._inbox: deque[Note] = deque()
         self.is_closed = False
         self.is_eager = False  # Make each call at once, as a thread that is very quick would.
@@ -29,20 +31,39 @@ class SteppedControl:
     def queued_count(self) -> int:
         return len(self._urgent) + len(self._background)
 
+    @property
+    def waiting_count(self) -> int:
+        """Waits asked for whose answers have not come."""
+        return len(self._waiting) + len(self._late)
+
     def ask(
         self, call: Callable[[], T], on_answer: Callable[[T | KVTierError], None], *, urgent: bool
     ) -> bool:
         if self.is_closed or (not urgent and len(self._background) >= self._background_max):
             return False
 
-        def run() -> Note:
-            answer = perform(call)
-            return lambda: on_answer(answer)
-
-        (self._urgent if urgent else self._background).append(run)
+        (self._urgent if urgent else self._background).append(_run(call, on_answer))
         if self.is_eager:
             self.step()
         return True
+
+    def ask_waiting(
+        self, call: Callable[[], T], on_answer: Callable[[T | KVTierError], None]
+    ) -> bool:
+        if self.is_closed:
+            return False
+        self._waiting.append(_run(call, on_answer))
+        return True
+
+    def begin_waits(self, count: int = 1_000_000) -> None:
+        """Make up to `count` waiting calls; what the daemon does for them is done."""
+        for _ in range(min(count, len(self._waiting))):
+            self._late.append(self._waiting.popleft()())
+
+    def end_waits(self, count: int = 1_000_000) -> None:
+        """Let up to `count` of their answers arrive at the next hook."""
+        for _ in range(min(count, len(self._late))):
+            self._inbox.append(self._late.popleft())
 
     def step(self, count: int = 1_000_000) -> int:
         """Make up to `count` queued calls; their answers arrive at the next hook."""
@@ -63,6 +84,14 @@ class SteppedControl:
     def close(self, timeout_seconds: float) -> None:
         self.step()
         self.is_closed = True
+
+
+def _run(call: Callable[[], T], on_answer: Callable[[T | KVTierError], None]) -> Callable[[], Note]:
+    def run() -> Note:
+        answer = perform(call)
+        return lambda: on_answer(answer)
+
+    return run
 
 
 class SteppedLane:

@@ -60,3 +60,39 @@ def test_hooks_of_a_long_request_take_no_time_by_its_length() -> None:
     costs["results"] = median_seconds(lambda: connector.on_results([]))
     slow = {name: cost for name, cost in costs.items() if cost > HOOK_SECONDS_MAX}
     assert not slow
+
+
+def test_hooks_of_a_request_that_waits_take_no_longer() -> None:
+    clock, control = SystemClock(), SteppedControl()
+    client = FakeClient(clock, slot_count=BLOCK_COUNT + 1024, shard_bytes=SHARD_BYTES)
+    settings = ConnectorSettings(
+        nvme_bytes_per_second=1.0, nvme_wait_seconds_max=60.0, waiting_acquires_max=ROUND_COUNT
+    )
+    connector = SchedulerConnector(
+        client, spec_of(), settings=settings, clock=clock, control=control
+    )
+    chain = numbered_chain(BLOCK_COUNT)
+    namespace = client.open_namespace(spec_of())
+    for block_hash in chain:
+        namespace.nvme[block_hash] = client.memory[:, 0]
+    names = [f"r{index}" for index in range(ROUND_COUNT)]
+    for name in names:
+        connector.on_new_request(name, chain)
+    control.step()
+    connector.on_results([])  # Takes the answers of all matches in.
+    costs = {}
+
+    todo = iter(names)
+    costs["ask"] = median_seconds(lambda: connector.get_onboard_count(next(todo), 0))
+    assert control.waiting_count == ROUND_COUNT
+    control.begin_waits()
+    costs["wait"] = median_seconds(lambda: connector.get_onboard_count(names[0], 0))
+    todo = iter(names)
+
+    def one_answer() -> None:
+        control.end_waits(1)
+        assert connector.get_onboard_count(next(todo), 0) == BLOCK_COUNT
+
+    costs["promise"] = median_seconds(one_answer)
+    slow = {name: cost for name, cost in costs.items() if cost > HOOK_SECONDS_MAX}
+    assert not slow

@@ -1,0 +1,196 @@
+"""The leases of the onboard half: asked for, waited for, held, and each released exactly once.
+
+A lease ends when its attempt is abandoned (missed, aborted, expired, declined) or when every worker
+has reported the job that used it. What is in memory is asked for through the control thread; an
+acquire that waits for promotion goes beside it, and only a few of those at a time: each pins what
+it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.connector.client_api import LeaseLike
+from kvtier.connector.desk import Desk
+from kvtier.connector.failed import FailedHashes
+from kvtier.connector.requests import Attempt, OnboardPhase, Request, Residency
+from kvtier.connector.residency import KnownResident
+from kvtier.connector.waiting import request_wait_seconds
+from kvtier.errors import KVTierError
+from kvtier.types import Cut
+
+
+class Acquirer:
+    """Moves requests from WAITING over ASKED to LEASED, or gives them up."""
+
+    def __init__(self, desk: Desk, known: KnownResident) -> None:
+        self._desk = desk
+        self._known = known
+        settings = desk.settings
+        self.failed = FailedHashes(
+            failed_seconds=settings.failed_seconds, count_max=settings.failed_hashes_max
+        )
+        self.open_count = 0  # Acquires under way plus leases held.
+        self.waiting_count = 0  # Acquires under way that wait for promotion.
+
+    def wait_seconds(self, request: Request) -> float:
+        """How long it may wait for an answer, from its first scheduling attempt on."""
+        spec = self._desk.spec
+        lower_count = request.lower_count(request.local_block_count)
+        lower_bytes = lower_count * spec.shard_bytes * spec.shard_count
+        return request_wait_seconds(self._desk.settings, lower_bytes)
+
+    def _wait_until(self, request: Request) -> float:
+        """Until when an acquire may wait for promotion: what is left is for its answer."""
+        assert request.first_attempt_at is not None, "nobody has asked for it"
+        left_seconds = self.wait_seconds(request) - self._desk.settings.onboard_wait_seconds
+        return request.first_attempt_at + left_seconds
+
+    def ask_in_turn(self, request: Request, now: float) -> None:
+        """Acquire, if there is a place for it."""
+        settings = self._desk.settings
+        if self.open_count >= settings.acquires_in_flight_max:
+            return
+        if now >= (wait_until := self._wait_until(request)):
+            self._ask_acquire(request, now, None)  # Nothing to wait for, or no time left for it.
+        elif self.waiting_count < settings.waiting_acquires_max:
+            self._ask_acquire(request, now, wait_until)
+
+    def _ask_acquire(self, request: Request, now: float, wait_until: float | None) -> None:
+        """Leave an acquire with another thread, which leaves out what failed lately."""
+        desk, settings = self._desk, self._desk.settings
+        attempt = Attempt(request.local_block_count, self._known.learned_count, wait_until)
+        failed = self.failed.current(now=now)
+        namespace, prompt, life = desk.namespace, request.prompt, desk.life
+
+        def call() -> LeaseLike | None:
+            hashes = _good_prefix(prompt, failed) if failed else prompt
+            attempt.asked_count = len(hashes)
+            if attempt.is_abandoned or len(hashes) <= attempt.skip_count:
+                return None
+            lease = desk.client.acquire(
+                namespace,
+                hashes,
+                lease_seconds=settings.lease_seconds,
+                wait_seconds=0.0 if wait_until is None else max(0.0, wait_until - desk.clock.now()),
+                skip_count=attempt.skip_count,
+            )
+            return self._kept(attempt, lease)
+
+        def on_answer(answer: LeaseLike | KVTierError | None) -> None:
+            self._on_acquired(request, attempt, life, answer)
+
+        ask = desk.ask if wait_until is None else desk.ask_waiting
+        if not ask(call, on_answer):
+            request.phase = OnboardPhase.OVER  # Closed.
+            return
+        self.open_count += 1
+        if wait_until is not None:
+            self.waiting_count += 1
+            desk.stats.waiting_acquires += 1
+        request.attempt = attempt
+        request.phase = OnboardPhase.ASKED
+
+    def _kept(self, attempt: Attempt, lease: LeaseLike) -> LeaseLike | None:
+        """In the thread that acquired: an engine that does nothing has its next hook far off."""
+        if lease.lease_id is None or not attempt.is_abandoned:
+            return lease
+        self._desk.client.release([lease])
+        return None
+
+    def _on_acquired(
+        self,
+        request: Request,
+        attempt: Attempt,
+        life: int,
+        answer: LeaseLike | KVTierError | None,
+    ) -> None:
+        desk = self._desk
+        lease = None if isinstance(answer, KVTierError) else answer
+        if isinstance(answer, KVTierError):
+            desk.note_error(answer)
+        if attempt.wait_until is not None:
+            self.waiting_count -= 1
+        if lease is None or lease.lease_id is None:
+            self.open_count -= 1
+        else:
+            attempt.lease = lease
+            attempt.leased_count = min(attempt.asked_count, lease.leased_count)
+        if attempt.is_abandoned:
+            if attempt.lease is not None:
+                self.release(attempt)
+            return
+        self._learn(request, attempt, lease, life)
+        if lease is not None and self._goes_on_waiting(request, attempt, lease):
+            return
+        if lease is None or lease.lease_id is None:
+            request.attempt = None
+            request.phase = OnboardPhase.OVER
+            return
+        found_count = attempt.leased_count - attempt.skip_count
+        too_few = found_count < desk.settings.onboard_blocks_min
+        if too_few or len(lease.slots) < found_count or lease.session != desk.session():
+            self.give_up(request)
+            return
+        desk.stats.matched_blocks += found_count
+        request.phase = OnboardPhase.LEASED
+
+    def _goes_on_waiting(self, request: Request, attempt: Attempt, lease: LeaseLike) -> bool:
+        """Whether an acquire that found out by itself what lies on NVMe is made again, to wait."""
+        if lease.cut is not Cut.DEADLINE or attempt.wait_until is not None:
+            return False
+        end = attempt.asked_count
+        if request.residency is Residency.KNOWN and request.matched_count > attempt.leased_count:
+            end = min(end, request.matched_count)
+        request.lower_first, request.lower_end = attempt.leased_count, end
+        now = self._desk.clock.now()
+        if now >= self._wait_until(request):
+            return False
+        self.abandon(request)
+        request.phase = OnboardPhase.WAITING
+        self.ask_in_turn(request, now)
+        return True
+
+    def _learn(
+        self, request: Request, attempt: Attempt, lease: LeaseLike | None, life: int
+    ) -> None:
+        """An acquire that ended at a miss is as good as a match, and spares one."""
+        if lease is None or life != self._desk.life or request.residency is Residency.KNOWN:
+            return
+        if lease.cut not in (Cut.NONE, Cut.MISS) or attempt.asked_count < len(request.prompt):
+            return
+        request.residency = Residency.KNOWN
+        request.matched_count = request.offload_index = lease.leased_count
+        request.matched_at = self._desk.clock.now()
+        request.match_limit = len(request.prompt)
+        request.match_learned_count = attempt.learned_count
+        request.lower_end = 0
+
+    # ------------------------------------------------------------------------------- ending
+
+    def give_up(self, request: Request) -> None:
+        self.abandon(request)
+        request.phase = OnboardPhase.OVER
+
+    def abandon(self, request: Request) -> None:
+        """Whatever its acquire brings is not wanted any more."""
+        attempt, request.attempt = request.attempt, None
+        if attempt is None:
+            return
+        attempt.is_abandoned = True
+        if attempt.lease is not None:
+            self.release(attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        lease, attempt.lease = attempt.lease, None
+        assert lease is not None, "a lease is released twice"
+        self.open_count -= 1
+        self._desk.release(lease)
+
+
+def _good_prefix(hashes: Sequence[bytes], failed: frozenset[bytes]) -> Sequence[bytes]:
+    """Up to the first hash whose load failed lately. Not in the engine's thread: O(blocks)."""
+    for index, block_hash in enumerate(hashes):
+        if block_hash in failed:
+            return hashes[:index]
+    return hashes

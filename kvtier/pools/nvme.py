@@ -123,6 +123,11 @@ class NvmePool:
         """Pages of the table that are newer in memory than on the disk."""
         return self._image.dirty_count
 
+    @property
+    def table_written_bytes(self) -> int:
+        """What `write_table` has sent to the disk since the pool was opened."""
+        return self._image.written_bytes
+
     def recover(self, epochs: Mapping[bytes, int] | None) -> RecoveredBlocks:
         """Read what the pool holds; once, before anything else. `epochs`: by fingerprint, the
         current epoch of every namespace; None takes all, which is for tools.

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Transfers under way at the end may take so long, and then each step of closing.
 END_SECONDS = 5.0
+# Between two parts of the table, when more has changed than one write takes.
+CATCH_UP_SECONDS = 0.02
 # All of closing: a call that hangs in the kernel must not keep us.
 CLOSE_SECONDS = 20.0
 
@@ -135,9 +137,11 @@ class NvmeKeeper:
     async def _run(self) -> None:
         if not await self._recover():
             return
+        pause_seconds = self._config.table_seconds
         while True:  # Until `stop`.
-            await asyncio.sleep(self._config.table_seconds)
-            self._write_table()
+            await asyncio.sleep(pause_seconds)
+            is_whole = self._write_table()
+            pause_seconds = self._config.table_seconds if is_whole else CATCH_UP_SECONDS
 
     async def _recover(self) -> bool:
         """Read what the pool holds and tell the core; False when the tier is off."""
@@ -214,13 +218,17 @@ class NvmeKeeper:
             )
         )
 
-    def _write_table(self) -> None:
+    def _write_table(self) -> bool:
+        """Whether that was all there is to write now."""
+        before = self._pool.table_written_bytes
         batch = self._pool.write_table()
-        if batch is not None:
-            self._table_batch = batch
-            written_bytes = batch.count * PAD_BYTES
-            self._metrics.nvme_written_bytes.labels("table").inc(written_bytes)
-            self.wear.note(written_bytes, now=self._clock.now())
+        if batch is None:
+            return True
+        self._table_batch = batch
+        written_bytes = self._pool.table_written_bytes - before
+        self._metrics.nvme_written_bytes.labels("table").inc(written_bytes)
+        self.wear.note(written_bytes, now=self._clock.now())
+        return self._pool.dirty_page_count * PAD_BYTES <= written_bytes
 
     # ----------------------------------------------------------------------------- instructions
 

@@ -59,6 +59,7 @@ class Rig:
     drivers: list[FaultyDriver]
     faults: dict[int, Fault]
     manager: RecordingManager = field(default_factory=RecordingManager)
+    table_seconds: float = 0.01
     epochs: dict[bytes, int] = field(default_factory=lambda: {SPEC.fingerprint(): EPOCH})
 
     async def open(self) -> None:
@@ -75,7 +76,7 @@ class Rig:
         self.base = Base(self.core, self.namespaces, SystemClock(), self.metrics)
         self.dram = DramPool(1)
         paths = NvmePaths(tuple(self.drivers), SEGMENT_COUNT * SEGMENT_BYTES)
-        config = replace(NvmeConfig(), table_seconds=0.01)
+        config = replace(NvmeConfig(), table_seconds=self.table_seconds)
         self.keeper = NvmeKeeper(self.base, self.dram, paths, config, lambda: self.epochs)
         await self.keeper.open()
 

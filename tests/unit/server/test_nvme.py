@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.pools import nvme_table
 from kvtier.pools.nvme import NvmePool
 from kvtier.server import nvme
 from kvtier.server.nvme import NvmeKeeper
@@ -158,6 +159,24 @@ def test_table_is_written_when_it_changed_and_only_then(rig: Rig) -> None:
         await rig.demote(["a"], [None])
         await asyncio.sleep(0.05)
         assert rig.drivers[0].access_count == before + 2  # The block, and its page of the table.
+
+    run(rig, test)
+
+
+def test_many_changes_are_written_part_by_part_without_waiting_for_the_timer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme_table, "WRITE_PAGES_MAX", 1)
+    rig.table_seconds = 0.2
+
+    async def test() -> None:
+        await asyncio.sleep(0.25)
+        rig.bind()
+        rig.instruct(ins.WriteNvmeGone(slots(0, 32, 64, 96)))  # Each on a page of its own.
+        assert rig.keeper._pool.dirty_page_count == 5
+        await asyncio.sleep(0.35)
+        assert rig.drivers[0].access_count >= 5
+        assert rig.keeper._write_table(), "nothing is left"
 
     run(rig, test)
 

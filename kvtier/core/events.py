@@ -266,6 +266,7 @@ class BlocksRecovered:
     done_count: int = 0  # Set by the manager when the event is continued.
     rows: npt.NDArray[np.int32] | None = None  # Likewise: index rows of the blocks done.
     change_count: int = -1  # Likewise.
+    has_lost: bool = False  # Likewise: some block has gone since the first slice.
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ import numpy.typing as npt
 from kvtier.layout import SegmentHeader, SlotLayout
 
 Slots = npt.NDArray[np.uint32]
+Sequences = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,19 @@ class SegmentBook:
         """Whether the slot holds a block."""
         segment = self._bound_at(slot // self.row_count_max)
         return segment is not None and segment.rows[slot % self.row_count_max] == _State.READY
+
+    def are_ready(self, slots: Slots, sequences: Sequences) -> Mask:
+        """Which of these hold a block in the life of their segment that has this number."""
+        found = np.zeros(len(slots), dtype=np.bool_)
+        segments, rows = np.divmod(slots.astype(np.int64), self.row_count_max)
+        order = np.argsort(segments, kind="stable")
+        numbers, firsts = np.unique(segments[order], return_index=True)
+        for number, part in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
+            segment = self._bound_at(number)
+            if segment is not None:
+                ready = np.frombuffer(segment.rows, np.uint8)[rows[part]] == _State.READY
+                found[part] = ready & (sequences[part] == segment.header.sequence)
+        return found
 
     def is_pinned(self, slot: int) -> bool:
         return slot % self.row_count_max in self._segment(slot).pins

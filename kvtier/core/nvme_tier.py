@@ -20,7 +20,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.index import IN_CALL, NOBODY, RowFlag, Rows
 from kvtier.core.residency import Residency
-from kvtier.core.segments import Mask, SegmentBook, Slots
+from kvtier.core.segments import Mask, SegmentBook, Slots, by_segment
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, TierName
 
 # Blocks taken in between two turns of the event loop: about 2 ms.
@@ -252,14 +252,13 @@ class NvmeTier:
         residency.index.nvme_slot[rows] = slots
         residency.index.flags[rows] &= ~RowFlag.HOT
         count_max = self.book.row_count_max
-        segments, offsets = np.divmod(slots, count_max)
-        for segment in np.unique(segments).tolist():
+        offsets = slots % count_max
+        for segment, part in by_segment(slots, count_max):
             if segment not in self._row_of:
                 life = self.book.life_of(segment)
                 assert life is not None, "a block in a free segment"
                 self._row_of[segment] = np.full(life.slot_count, NOBODY, dtype=np.int32)
-            mine = segments == segment
-            self._row_of[segment][offsets[mine]] = rows[mine]
+            self._row_of[segment][offsets[part]] = rows[part]
 
     # ------------------------------------------------------------------------------- questions
 

@@ -223,14 +223,13 @@ class SegmentBook:
     def are_ready(self, slots: Slots, sequences: Sequences) -> Mask:
         """Which of these hold a block in the life of their segment that has this number."""
         found = np.zeros(len(slots), dtype=np.bool_)
-        segments, rows = np.divmod(slots.astype(np.int64), self.row_count_max)
-        order = np.argsort(segments, kind="stable")
-        numbers, firsts = np.unique(segments[order], return_index=True)
-        for number, part in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
+        rows = slots % self.row_count_max
+        ready = int(_State.READY)  # NumPy is slow with an enum.
+        for number, part in by_segment(slots, self.row_count_max):
             segment = self._bound_at(number)
             if segment is not None:
-                ready = np.frombuffer(segment.rows, np.uint8)[rows[part]] == _State.READY
-                found[part] = ready & (sequences[part] == segment.header.sequence)
+                holds = np.frombuffer(segment.rows, np.uint8)[rows[part]] == ready
+                found[part] = holds & (sequences[part] == segment.header.sequence)
         return found
 
     def is_pinned(self, slot: int) -> bool:
@@ -382,6 +381,19 @@ class SegmentBook:
         )
         if segment.is_empty and (segment.is_full or filling is not segment):
             self._unbind(segment)
+
+
+def by_segment(slots: Slots, row_count_max: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Each segment of these slots, with the positions of its slots among them."""
+    if not len(slots):
+        return
+    segments = slots // row_count_max
+    order = np.argsort(segments, kind="stable")
+    ascending = segments[order]
+    borders = (np.flatnonzero(ascending[1:] != ascending[:-1]) + 1).tolist()
+    firsts = [0, *borders]
+    for first, end in zip(firsts, [*borders, len(slots)], strict=True):
+        yield int(ascending[first]), order[first:end]
 
 
 def _slots(numbers: Sequence[int]) -> Slots:

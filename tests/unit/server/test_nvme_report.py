@@ -44,6 +44,7 @@ class Keeper:
     capacity_bytes: int = 1 << 30
     endurance_bytes_per_day: int = 1 << 31
     queued_count: int = 8
+    dirty_page_count: int = 7
     recovered_count: int = 300
     recovery_seconds: float = 0.5
     block_counts: dict[str, int] = field(default_factory=lambda: {"demote": 5, "promote": 3})

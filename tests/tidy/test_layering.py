@@ -56,6 +56,7 @@ LAYERS: dict[str, Layer] = {
     "config": Layer((*VALUES, "paths", "config_values"), ENGINES),
     "metrics": Layer(VALUES, ENGINES),
     "policy": Layer(VALUES, (*EFFECTS, *ENGINES)),
+    "sizing": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "core": Layer((*VALUES, "policy"), (*EFFECTS, *ENGINES)),
     "io": Layer(SHARED, ENGINES),
     "pools": Layer((*SHARED, "io", "clock"), ENGINES),
@@ -77,7 +78,7 @@ LAYERS: dict[str, Layer] = {
     "cli": Layer(
         (
             *(*SHARED, "clock", "paths", "config", "metrics", "policy", "core", "io", "pools"),
-            *("server", "client", "connector", "sim", "v1"),
+            *("server", "client", "connector", "sim", "sizing", "v1"),
         ),
         ENGINES,
     ),

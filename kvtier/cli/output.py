@@ -79,4 +79,4 @@ def _plain_value(value: object) -> object:
 
 def _is_number(text: str) -> bool:
     head = text.partition(" ")[0].rstrip("%")
-    return head.replace(".", "", 1).replace("-", "", 1).isdigit()
+    return head.replace(",", "").replace(".", "", 1).replace("-", "", 1).isdigit()

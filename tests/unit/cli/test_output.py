@@ -34,6 +34,10 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     assert text == "name       count\nlong name      5\nx          12345"
 
 
+def test_numbers_with_commas_stand_to_the_right_as_well() -> None:
+    assert table(("tokens",), [("12,345",), ("5",)]) == "tokens\n12,345\n     5"
+
+
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2 << 40, "2.0 TiB")]
 )

@@ -58,6 +58,7 @@ class _Runs:
     starts: _Rows
     ends: _Rows
     parents: _Rows  # Row that the first one follows; ROOT or _ABSENT.
+    above: Positions  # The run that this row is in; itself where there is none.
 
 
 def chains_of(found: RecoveredBlocks) -> list[RecoveredChains]:
@@ -133,7 +134,10 @@ def _runs(hashes: Hashes, parents: Hashes) -> _Runs:
     found = np.full(len(starts), ROOT, np.int64)
     sought = np.flatnonzero(~is_root[starts])
     found[sought] = _rows_of(np.take(parents, starts[sought], axis=0), hashes)
-    return _Runs(starts, np.append(starts, count)[1:], found)
+    above = np.arange(len(starts), dtype=np.int32)
+    run_of = np.cumsum(is_first, dtype=np.int32) - 1
+    above[found >= 0] = run_of[found[found >= 0]]
+    return _Runs(starts, np.append(starts, count)[1:], found, above)
 
 
 def _rows_of(wanted: Hashes, hashes: Hashes) -> _Rows:
@@ -188,7 +192,10 @@ def _in_order(runs: _Runs, count: int) -> tuple[_Rows, Positions, _Rows]:
     depths, reached = _depths(runs)
     kept = np.flatnonzero(reached)
     # A run's parent lies in a run that is less deep.
-    kept = kept[np.argsort(depths[kept], kind="stable")]
+    depths = depths[kept]
+    if depths.max(initial=0) < 1 << 16:
+        depths = depths.astype(np.uint16)  # Sorted by digits, ten times as fast.
+    kept = kept[np.argsort(depths, kind="stable")]
     lengths = runs.ends[kept] - runs.starts[kept]
     firsts = np.cumsum(lengths) - lengths
     order = np.arange(int(lengths.sum())) + np.repeat(runs.starts[kept] - firsts, lengths)
@@ -200,7 +207,7 @@ def _in_order(runs: _Runs, count: int) -> tuple[_Rows, Positions, _Rows]:
     return order, positions, np.flatnonzero(position_of == _ABSENT)
 
 
-def _depths(runs: _Runs) -> tuple[_Rows, _Mask]:
+def _depths(runs: _Runs) -> tuple[Positions, _Mask]:
     """How many runs lie above each, and whether it is reached from a first block.
 
     Everyone jumps to where its target jumps, so that jumps double with every round. A chain of n
@@ -208,12 +215,9 @@ def _depths(runs: _Runs) -> tuple[_Rows, _Mask]:
     """
     count = len(runs.starts)
     ends_here = runs.parents < 0
-    jumps = np.arange(count)
-    depths = np.zeros(count, np.int64)
+    jumps = runs.above.copy()
+    depths = np.where(ends_here, 0, 1).astype(np.int32)
     under_way = np.flatnonzero(~ends_here)
-    parents = runs.parents[under_way]
-    jumps[under_way] = np.searchsorted(runs.starts, parents, side="right") - 1
-    depths[under_way] = 1
     for _ in range(count.bit_length()):
         under_way = under_way[~ends_here[jumps[under_way]]]
         if not len(under_way):

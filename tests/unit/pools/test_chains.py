@@ -231,9 +231,10 @@ def test_an_empty_pool_has_no_chains() -> None:
 
 @pytest.mark.slow
 def test_hashes_that_all_begin_alike_cost_no_square() -> None:
-    """20,000 of them: compared each with each they would take minutes."""
+    """One chain of 70,000, more than 16 bits can count; compared each with each it would take
+    minutes."""
     chance = random.Random(1)
-    names = [bytes(24) + chance.randbytes(8) for _ in range(20_000)]
+    names = [bytes(24) + chance.randbytes(8) for _ in range(70_000)]
     blocks = list(zip(names, [None, *names], strict=False))
     chance.shuffle(blocks)
     found = recovered((ONE, blocks))

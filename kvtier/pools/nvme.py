@@ -132,7 +132,8 @@ class NvmePool:
         """Read what the pool holds; once, before anything else. `epochs`: by fingerprint, the
         current epoch of every namespace; None takes all, which is for tools.
 
-        Raises TableUnreadable.
+        Raises TableUnreadable. Where only a part of the table cannot be read, the blocks in it are
+        lost, and the pool is READ_ONLY: what is on the disk stays as it is.
         """
         headers = nvme_recovery.read_headers(self._drivers, self.geometry, self.generation)
         self._lives = {header.segment: header for header in headers}
@@ -141,6 +142,9 @@ class NvmePool:
             self._drivers, self.geometry, headers, epochs, self._image.table
         )
         self._image.mark(found.void_slots)
+        if found.unread_count:
+            reason = f"the slot table of {found.unread_count} segments cannot be read"
+            self.fail(PoolCondition(PoolState.READ_ONLY, reason))
         recency = self._read_recency()
         if recency is None:
             return found
@@ -322,9 +326,9 @@ class NvmePool:
 
     def _close_clean(self, recency: Slots | None, timeout_seconds: float) -> bool:
         while (batch := self.write_table()) is not None:
-            batch.wait(timeout_seconds)
-            if not batch.is_returned:
-                return False
+            outcomes = batch.wait(timeout_seconds)
+            if not batch.is_returned or Outcome.DONE not in outcomes:
+                return False  # Pages that the disk does not take are left, or this had no end.
         facts = (0, 0) if recency is None else self._write_recency(recency, timeout_seconds)
         if self._image.dirty_count or facts is None or self._condition.state is not PoolState.ON:
             return False
@@ -383,7 +387,11 @@ class NvmePool:
         if not 0 < count <= self.geometry.recency_count_max:
             return None
         length_bytes = -(-count * 4 // PAD_BYTES) * PAD_BYTES
-        raw = nvme_recovery.read_area(self._drivers[0], self.geometry.recency_first, length_bytes)
+        first = self.geometry.recency_first
+        try:
+            raw = nvme_recovery.read_area(self._drivers[0], first, length_bytes)
+        except nvme_recovery.TableUnreadable:
+            return None  # Worth an order, not the blocks.
         found: npt.NDArray[np.uint32] = raw[: count * 4].view("<u4")
         actual: int = xxhash.xxh3_64_intdigest(found.data)
         return found if actual == checksum else None

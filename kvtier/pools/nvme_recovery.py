@@ -57,6 +57,7 @@ class RecoveredBlocks:
     void_slots: Slots  # Rows that are not empty and no block either; not in the columns.
     # Slots that hold a block, least recently used first; None unless the pool was closed cleanly.
     recency: Slots | None
+    unread_count: int = 0  # Segments whose part of the table the disk did not give.
 
 
 class _Found:
@@ -125,11 +126,17 @@ def read_blocks(
     table: SlotTable,
 ) -> RecoveredBlocks:
     """Read the rows of these segments into the empty `table`, those that count. Without `epochs`
-    entries of every epoch do. The order of use is not read here."""
+    entries of every epoch do. The order of use is not read here.
+
+    What the disk does not give is empty: blocks are lost, the others are not. Raises
+    TableUnreadable when it gives nothing, and in any such case without `epochs`: tools tell.
+    """
     found = _Found(sum(header.slot_count for header in headers))
     numbers: dict[bytes, int] = {}
+    unread_count = 0
     for step in _steps(drivers, geometry, headers):
-        if any(outcome is not Outcome.DONE for outcome in step.batch.wait()):
+        unread_count += _blank_unread(step)
+        if unread_count and (epochs is None or unread_count == len(headers)):
             raise TableUnreadable("the slot table of the NVMe pool cannot be read")
         rows, slots, owners = _used_rows(step, geometry.row_count_max)
         ready = _ready(rows, owners, step.headers, table.generation, epochs)
@@ -156,6 +163,7 @@ def read_blocks(
         lives=lives_of(headers, found.slots[kept], geometry.row_count_max),
         void_slots=np.concatenate(found.void),
         recency=None,
+        unread_count=unread_count,
     )
 
 
@@ -249,6 +257,18 @@ def _begin(
     for driver, own in zip(drivers, accesses, strict=True):
         driver.read(own, batch)
     return _Step(group, buffer[:first], batch)
+
+
+def _blank_unread(step: _Step) -> int:
+    """Wait for the step, and empty what did not come; of how many segments that is."""
+    first = count = 0
+    for header, outcome in zip(step.headers, step.batch.wait(), strict=True):
+        end = first + _padded_rows(header) * ENTRY_BYTES
+        if outcome is not Outcome.DONE:
+            step.rows[first:end] = 0
+            count += 1
+        first = end
+    return count
 
 
 def _group_bytes(group: Sequence[SegmentHeader]) -> int:

@@ -8,8 +8,7 @@ it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from kvtier.connector.acquire_call import AcquireCall
 from kvtier.connector.client_api import LeaseLike
 from kvtier.connector.desk import Desk
 from kvtier.connector.failed import FailedHashes
@@ -58,24 +57,11 @@ class Acquirer:
 
     def _ask_acquire(self, request: Request, now: float, wait_until: float | None) -> None:
         """Leave an acquire with another thread, which leaves out what failed lately."""
-        desk, settings = self._desk, self._desk.settings
+        desk = self._desk
         attempt = Attempt(request.local_block_count, self._known.learned_count, wait_until)
         failed = self.failed.current(now=now)
-        namespace, prompt, life = desk.namespace, request.prompt, desk.life
-
-        def call() -> LeaseLike | None:
-            hashes = _good_prefix(prompt, failed) if failed else prompt
-            attempt.asked_count = len(hashes)
-            if attempt.is_abandoned or len(hashes) <= attempt.skip_count:
-                return None
-            lease = desk.client.acquire(
-                namespace,
-                hashes,
-                lease_seconds=settings.lease_seconds,
-                wait_seconds=0.0 if wait_until is None else max(0.0, wait_until - desk.clock.now()),
-                skip_count=attempt.skip_count,
-            )
-            return self._kept(attempt, lease)
+        call = AcquireCall(desk, desk.namespace, request.prompt, attempt, failed)
+        life = desk.life
 
         def on_answer(answer: LeaseLike | KVTierError | None) -> None:
             self._on_acquired(request, attempt, life, answer)
@@ -90,13 +76,6 @@ class Acquirer:
             desk.stats.waiting_acquires += 1
         request.attempt = attempt
         request.phase = OnboardPhase.ASKED
-
-    def _kept(self, attempt: Attempt, lease: LeaseLike) -> LeaseLike | None:
-        """In the thread that acquired: an engine that does nothing has its next hook far off."""
-        if lease.lease_id is None or not attempt.is_abandoned:
-            return lease
-        self._desk.client.release([lease])
-        return None
 
     def _on_acquired(
         self,
@@ -186,11 +165,3 @@ class Acquirer:
         assert lease is not None, "a lease is released twice"
         self.open_count -= 1
         self._desk.release(lease)
-
-
-def _good_prefix(hashes: Sequence[bytes], failed: frozenset[bytes]) -> Sequence[bytes]:
-    """Up to the first hash whose load failed lately. Not in the engine's thread: O(blocks)."""
-    for index, block_hash in enumerate(hashes):
-        if block_hash in failed:
-            return hashes[:index]
-    return hashes

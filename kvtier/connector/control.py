@@ -43,6 +43,10 @@ class Control(Protocol):
         """Queue a call that holds up no other; False (and never an answer) when closed."""
         ...
 
+    def pause(self, seconds: float) -> None:
+        """For a waiting call: do nothing for so long, or until all is closed."""
+        ...
+
     def post(self, note: Note) -> None:
         """From any thread: run `note` in the engine's thread, at its next hook."""
         ...
@@ -81,6 +85,7 @@ class ControlThread:
         self._wakeups: SimpleQueue[bool] = SimpleQueue()  # bounded: by the two lanes
         self._inbox: SimpleQueue[Note] = SimpleQueue()  # bounded: one for each call made
         self._closed = False
+        self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -103,6 +108,9 @@ class ControlThread:
         self._wakeups.put(True)
         return True
 
+    def pause(self, seconds: float) -> None:
+        self._is_closing.wait(seconds)
+
     def post(self, note: Note) -> None:
         self._inbox.put(note)
 
@@ -118,6 +126,7 @@ class ControlThread:
         if self._closed:
             return
         self._closed = True
+        self._is_closing.set()
         self._background.clear()
         self._wakeups.put(False)
         self._thread.join(timeout_seconds)

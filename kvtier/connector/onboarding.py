@@ -117,7 +117,8 @@ class Onboarder:
         desk.end_flight(job.job_id, flight)
         if failure is None:
             desk.stats.onboarded_blocks += len(job.slots)
-            desk.stats.onboarded_tier_blocks.update(dict(flight.sources))
+            for tier, count in flight.sources:
+                desk.stats.onboarded_tier_blocks[tier] += count
             desk.stats.onboarded_bytes += flight.bytes_count
             desk.stats.onboard_copy_seconds += flight.copy_seconds
         else:
@@ -211,7 +212,7 @@ class Onboarder:
             job=job,
             attempt=attempt,
             first_index=first,
-            sources=sources_of(lease.tiers, lease.leased_count, first, count),
+            sources=sources_of(attempt.tiers, lease.leased_count, first, count),
         )
         request.attempt = None
         request.phase = OnboardPhase.LOADING

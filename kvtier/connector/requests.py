@@ -40,6 +40,7 @@ class Attempt:
     wait_until: float | None = None  # None: takes what is in memory now.
     asked_count: int = 0  # Blocks asked for; fewer than the prompt's after a failed load.
     lease: LeaseLike | None = None
+    tiers: Sequence[tuple[TierName, int]] = ()  # Where the leased blocks were, in chain order.
     leased_count: int = 0  # Blocks from the first one on, never more than asked for.
     is_abandoned: bool = False
 

@@ -282,7 +282,9 @@ class EngineCalls:
 
 
 async def _send_pending(send: Send, reply: ins.LeasePending) -> None:
-    pending = pb.AcquirePending(matched_count=reply.matched_count, memory_count=reply.memory_count)
+    pending = pb.AcquirePending(
+        matched_count=reply.matched_count, memory_count=reply.memory_count, lease_id=reply.lease
+    )
     await send(pb.AcquireResponse(pending=pending))
 
 

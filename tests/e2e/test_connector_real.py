@@ -2,118 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvtier.client import Client, ClientSettings
-from kvtier.connector import ConnectorSettings, SchedulerConnector, StepOutcome, WorkerConnector
-from kvtier.namespace import NamespaceSpec
-from kvtier.types import Role
+from kvtier.connector import StepOutcome
 from tests.support.connector_rig import numbered_chain
 from tests.support.daemon import RunningDaemon, running_daemon
-
-SHARD_BYTES = 64 << 10
-WAIT_SECONDS = 20.0
-# Far above what a hook may take, so that a hook that makes a call itself is seen.
-PATIENT = ClientSettings(timeout_seconds=1.0)
-Bytes = npt.NDArray[np.uint8]
-
-
-def spec_of(weights: str, shard_count: int) -> NamespaceSpec:
-    return NamespaceSpec(
-        model="m",
-        weights=weights,
-        kv_dtype="bfloat16",
-        layout="BLNHC",
-        block_tokens=16,
-        shard_bytes=SHARD_BYTES,
-        hash_bytes=16,
-        shard_count=shard_count,
-    )
-
-
-class HostCopier:
-    """Device blocks that are rows of an array."""
-
-    def __init__(self, block_count: int) -> None:
-        self.blocks = np.zeros((block_count, SHARD_BYTES), dtype=np.uint8)
-
-    def copy_out(self, device_blocks: Sequence[int], views: Sequence[Bytes]) -> None:
-        for device_block, view in zip(device_blocks, views, strict=True):
-            np.copyto(view, self.blocks[device_block])
-
-    def copy_in(self, device_blocks: Sequence[int], views: Sequence[Bytes]) -> None:
-        for device_block, view in zip(device_blocks, views, strict=True):
-            np.copyto(self.blocks[device_block], view)
-
-
-@dataclass
-class EngineHalf:
-    """What an engine has of kvtier: one scheduler side, one worker a shard, each its session."""
-
-    clients: list[Client]
-    scheduler: SchedulerConnector
-    workers: list[WorkerConnector]
-    copiers: list[HostCopier]
-
-    def step(self) -> StepOutcome:
-        plan = self.scheduler.build_plan()
-        for worker in self.workers:
-            worker.start(plan)
-        return self.scheduler.on_results([r for worker in self.workers for r in worker.poll()])
-
-    def wait(self, condition: Callable[[], bool]) -> list[StepOutcome]:
-        """Step until the condition holds."""
-        deadline, outcomes = time.monotonic() + WAIT_SECONDS, []
-        while not condition():
-            assert time.monotonic() < deadline, self.scheduler.stats()
-            outcomes.append(self.step())
-            time.sleep(0.002)
-        return outcomes
-
-    def fill(self, count: int, seed: int) -> None:
-        for shard, copier in enumerate(self.copiers):
-            rng = np.random.default_rng([seed, shard])
-            copier.blocks[:count] = rng.integers(0, 256, (count, SHARD_BYTES), dtype=np.uint8)
-
-    def offload(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        before = self.scheduler.stats().committed_blocks
-        self.scheduler.on_new_request(request_id, hashes)
-        self.scheduler.on_blocks_full(request_id, hashes, list(range(len(hashes))))
-        self.wait(
-            lambda: self.scheduler.stats().committed_blocks == before + len(hashes),
-        )
-        assert self.scheduler.request_finished(request_id) is False
-
-    def onboard(self, request_id: str, hashes: Sequence[bytes]) -> StepOutcome:
-        self.scheduler.on_new_request(request_id, hashes)
-        count = self.scheduler.get_onboard_count(request_id, 0)
-        deadline = time.monotonic() + WAIT_SECONDS
-        while count is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-            count = self.scheduler.get_onboard_count(request_id, 0)
-        assert count == len(hashes)
-        self.scheduler.on_allocated(request_id, list(range(count)), count)
-        outcome = StepOutcome()
-        while outcome == StepOutcome():
-            assert time.monotonic() < deadline
-            outcome = self.step()
-        assert self.scheduler.request_finished(request_id) is False
-        return outcome
-
-    def close(self) -> None:
-        self.scheduler.close()
-        for worker in self.workers:
-            worker.close()
-        for client in self.clients:
-            client.close()
-
+from tests.support.engine_half import SHARD_BYTES, WAIT_SECONDS, EngineHalf, start_engine
 
 MakeEngine = Callable[..., EngineHalf]
 
@@ -129,44 +27,8 @@ def make_engine(daemon: RunningDaemon) -> Iterator[MakeEngine]:
     made: list[EngineHalf] = []
 
     def make(*, weights: str = "v1", shard_count: int = 1) -> EngineHalf:
-        spec, engine_id = spec_of(weights, shard_count), os.urandom(16)
-        if shard_count == 1:
-            clients = [Client(daemon.socket, settings=PATIENT, engine_id=engine_id)]
-            owners = clients
-        else:
-            owners = [
-                Client(
-                    daemon.socket,
-                    settings=PATIENT,
-                    engine_id=engine_id,
-                    role=Role.WORKER,
-                    shards=(shard,),
-                )
-                for shard in range(shard_count)
-            ]
-            scheduling = Client(
-                daemon.socket, settings=PATIENT, engine_id=engine_id, role=Role.SCHEDULER
-            )
-            clients = [scheduling, *owners]
-        for client in clients:
-            assert client.wait_connected(WAIT_SECONDS)
-        # Patient: these two cores may be busy with other tests.
-        settings = ConnectorSettings(
-            worker_count=shard_count,
-            stock_blocks=64,
-            onboard_wait_seconds=5.0,
-            raise_internal_errors=True,
-        )
-        copiers = [HostCopier(64) for _ in range(shard_count)]
-        scheduler = SchedulerConnector(clients[0], spec, settings=settings)
-        workers = [
-            WorkerConnector(client, spec, copier, shard=shard, settings=settings)
-            for shard, (client, copier) in enumerate(zip(owners, copiers, strict=True))
-        ]
-        made.append(EngineHalf(clients, scheduler, workers, copiers))
-        engine = made[-1]
-        engine.wait(lambda: engine.scheduler.stock_count > 0)
-        return engine
+        made.append(start_engine(daemon.socket, weights=weights, shard_count=shard_count))
+        return made[-1]
 
     yield make
     for engine in made:

@@ -24,6 +24,8 @@ class SteppedControl:
         self._waiting: deque[Callable[[], Note]] = deque()
         self._late: deque[Note] = deque()  # Answers of waits that are still on their way.
         self._inbox: deque[Note] = deque()
+        self.pauses: list[float] = []
+        self.on_pause: Callable[[], object] = lambda: None  # What happens meanwhile.
         self.is_closed = False
         self.is_eager = False  # Make each call at once, as a thread that is very quick would.
 
@@ -73,6 +75,10 @@ class SteppedControl:
             self._inbox.append(run())
             done += 1
         return done
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.on_pause()
 
     def post(self, note: Note) -> None:
         self._inbox.append(note)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvtier.connector.acquire_call import GROW_PAUSES_SECONDS
 from kvtier.connector.jobs import StepOutcome
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.waiting import request_wait_seconds, sources_of
@@ -147,7 +148,44 @@ def test_a_cut_wait_onboards_what_it_got(is_stocked: bool) -> None:
     rig.scheduler.on_allocated("b", [20, 21], 2)
     assert rig.step() == StepOutcome(onboarded=("b",))
     assert rig.scheduler.stats().onboarded_tier_blocks == {DRAM: 1, NVME: 1}
-    assert len(rig.client.waits_asked) == 1, "it was asked for again"
+    pauses = 0 if is_stocked else len(GROW_PAUSES_SECONDS)
+    assert len(rig.client.waits_asked) == 1 + pauses
+    rig.check()
+
+
+def test_wait_without_room_is_asked_again_while_room_is_being_made() -> None:
+    rig, chain = demoted(memory_count=1)
+    stock = rig.client.free[:3]
+    del rig.client.free[:]
+    room = iter([[], stock[:1], [], [], stock[1:]])
+
+    def grow() -> None:
+        assert not rig.client.leases, "it holds what others may need"
+        rig.clock.advance(0.01)
+        rig.client.free += next(room)
+
+    rig.control.on_pause = grow
+    assert arrive(rig, "b", chain) is None
+    rig.control.begin_waits()
+    rig.control.end_waits()
+    assert rig.scheduler.get_onboard_count("b", 0) == 4
+    first, second, third = GROW_PAUSES_SECONDS
+    assert rig.control.pauses == [first, second, first, second, third]
+    rig.scheduler.on_allocated("b", [20, 21, 22, 23], 4)
+    assert rig.step() == StepOutcome(onboarded=("b",))
+    assert rig.scheduler.stats().onboarded_tier_blocks == {DRAM: 1, NVME: 3}
+    rig.check()
+
+
+def test_wait_without_room_ends_with_its_time() -> None:
+    rig, chain = demoted(memory_count=1)
+    del rig.client.free[:]
+    rig.control.on_pause = lambda: rig.clock.advance(2.98)
+    assert arrive(rig, "b", chain) is None
+    rig.control.begin_waits()
+    rig.control.end_waits()
+    assert rig.scheduler.get_onboard_count("b", 0) == 1
+    assert len(rig.control.pauses) == 1
 
 
 def test_maximum_of_zero_onboards_what_is_in_memory_at_once() -> None:

@@ -268,6 +268,12 @@ class Metrics:
         self.nvme_queue_transfers = self._gauge(
             "kvtier_nvme_queue_transfers", "Reads and writes that wait for a thread.", {}
         )
+        self.nvme_table_pages = self._gauge(
+            "kvtier_nvme_table_pages",
+            "Pages of the slot table that are newer in memory than on the disk: a kill now would "
+            "lose blocks that went down since (nvme.table_seconds).",
+            {},
+        )
         self.nvme_segments = self._gauge(
             "kvtier_nvme_segments", "Segments by state.", {"state": ("free", "bound")}
         )

@@ -128,6 +128,11 @@ class NvmeKeeper:
         return self._paths.queued_count
 
     @property
+    def dirty_page_count(self) -> int:
+        """Of the slot table; each holds blocks that a kill now would lose."""
+        return self._pool.dirty_page_count
+
+    @property
     def block_counts(self) -> Mapping[str, int]:
         """Blocks under way, by direction."""
         return self._transfers.block_counts

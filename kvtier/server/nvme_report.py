@@ -31,6 +31,7 @@ class NvmeReport:
         metrics.tier_budget_bytes.labels(NVME).set(keeper.capacity_bytes)
         metrics.tier_populated_bytes.labels(NVME).set(keeper.capacity_bytes)
         metrics.nvme_queue_transfers.set(keeper.queued_count)
+        metrics.nvme_table_pages.set(keeper.dirty_page_count)
         for direction in TRANSFERS:
             metrics.transfer_blocks.labels(direction).set(keeper.block_counts[direction])
         metrics.nvme_recovered_blocks.set(keeper.recovered_count)

@@ -173,7 +173,7 @@ def test_many_changes_are_written_part_by_part_without_waiting_for_the_timer(
         await asyncio.sleep(0.25)
         rig.bind()
         rig.instruct(ins.WriteNvmeGone(slots(0, 32, 64, 96)))  # Each on a page of its own.
-        assert rig.keeper._pool.dirty_page_count == 5
+        assert rig.keeper.dirty_page_count == 5
         await asyncio.sleep(0.35)
         assert rig.drivers[0].access_count >= 5
         assert rig.keeper._write_table(), "nothing is left"

@@ -65,14 +65,15 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
         clear_way(plan.lane_socket, socket.SOCK_STREAM)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, plan, open_driver))
+            return runner.run(run_daemon(config, plan, open_driver))
 
 
 class _Stopped(Exception):
     """Not an error: the orderly end of the TaskGroup."""
 
 
-async def _serve(config: Config, plan: Plan, open_driver: OpenDriver) -> int:
+async def run_daemon(config: Config, plan: Plan, open_driver: OpenDriver) -> int:
+    """From binding the sockets to the last line of the log; the exit code."""
     parts = await build(config, plan, open_driver)
     daemon = Daemon(config, parts)
     exit_code = 0

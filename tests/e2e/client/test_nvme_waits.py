@@ -114,8 +114,9 @@ def test_a_wait_of_a_client_that_is_closed_leaves_no_lease(daemon: RunningDaemon
         )
         await asyncio.to_thread(wait_leases, daemon, 1)
         await asyncio.to_thread(client.close)
-        with pytest.raises(Unavailable):
-            await wait
+        async with asyncio.timeout(5):
+            with pytest.raises(Unavailable):
+                await wait
 
     asyncio.run(body())
     wait_leases(daemon, 0)

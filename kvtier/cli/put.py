@@ -14,7 +14,7 @@ from typing import IO
 
 from kvtier.cli import file_blocks
 from kvtier.cli.connect import add_socket_argument, connected, open_namespace
-from kvtier.cli.match import resident_counts
+from kvtier.cli.match import match_file
 from kvtier.cli.output import add_json_argument, bytes_text, print_json, say
 from kvtier.cli.sizes import size
 from kvtier.client.client import Client
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             file_bytes=putting.file_bytes,
             hashes=tuple(putting.hashes),
         )
-        resident_count, _ = resident_counts(client, namespace, receipt)
+        resident_count = match_file(client, namespace, receipt).matched_count
     return _tell(arguments, receipt, putting, resident_count)
 
 

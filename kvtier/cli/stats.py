@@ -112,8 +112,14 @@ def _hits(stats: pb.StatsResponse) -> str:
         asked = stats.counters.get(f'kvtier_asked_blocks_total{{call="{call}"}}', 0.0)
         missed = stats.counters.get(f'kvtier_miss_blocks_total{{call="{call}"}}', 0.0)
         share = f"{100 * (asked - missed) / asked:.1f} %" if asked else "-"
-        rows.append((call, f"{asked:.0f}", f"{asked - missed:.0f}", share))
-    return table(("call", "blocks asked for", "hits", "share"), rows)
+        tiers = [f"{_hit_count(stats, call, tier.tier):.0f}" for tier in stats.tiers]
+        rows.append((call, f"{asked:.0f}", f"{asked - missed:.0f}", share, *tiers))
+    headings = ("call", "blocks asked for", "hits", "share")
+    return table((*headings, *(f"in {tier.tier}" for tier in stats.tiers)), rows)
+
+
+def _hit_count(stats: pb.StatsResponse, call: str, tier: str) -> float:
+    return stats.counters.get(f'kvtier_hit_blocks_total{{call="{call}",tier="{tier}"}}', 0.0)
 
 
 def _namespaces(stats: pb.StatsResponse) -> str:

@@ -14,7 +14,9 @@ class ClientSettings:
 
     # match, acquire, release, reserve, commit, abort, prefetch, hint: an engine waits for these.
     timeout_seconds: float = 0.05
-    stream_timeout_seconds: float = 10.0  # put and get: the bytes travel by value.
+    # put and get: the bytes travel by value. More than the 10 s that the daemon itself may wait for
+    # blocks of a get that are on NVMe.
+    stream_timeout_seconds: float = 20.0
     admin_timeout_seconds: float = 2.0  # clear, evict, pin, stats, check, drain: a person waits.
     lease_seconds: float = 30.0  # How long an acquired prefix is ours when the caller says nothing.
     connect_timeout_seconds: float = 2.0  # Each step of opening a session; nobody waits for it.

@@ -147,6 +147,9 @@ def test_a_file_comes_back_as_it_was(daemon: RunningDaemon, tmp_path: Path) -> N
     matched = json_of(kvtier("match", receipt, *at))
     assert (matched["matched_count"], matched["block_count"]) == (6, 6)
     assert matched["matched_bytes"] == len(content)
+    assert (matched["memory_count"], matched["tiers"]) == (6, {"dram": 6})
+    text = kvtier("match", receipt, "--socket", daemon.socket).stdout
+    assert text == "6 of 6 blocks are resident: 6 in dram\n"
     assert json_of(kvtier("get", receipt, "-o", copy, *at))["complete"] is True
     assert copy.read_bytes() == content
 

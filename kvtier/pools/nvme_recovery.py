@@ -25,7 +25,10 @@ from kvtier.pools.segment_headers import HEADER, Headers, parse_headers, sound_h
 from kvtier.pools.slot_table import (
     ENTRY,
     ENTRY_BYTES,
+    FINGERPRINT_WORD,
     HASH_BYTES_MAX,
+    PAYLOAD_WORD,
+    SEQUENCE_WORD,
     Entries,
     Slots,
     SlotState,
@@ -307,13 +310,14 @@ def _ready(
 ) -> _Mask:
     """Which rows are blocks of their segment's present life and their namespace's epoch."""
     ready: _Mask = sound_entries(rows, generation) & (rows["state"] == SlotState.READY)
-    ready &= rows["sequence"] >= _column([one.sequence for one in headers], "<u8")[owners]
+    words = rows.view("<u8").reshape(-1, ENTRY_BYTES // 8)
+    ready &= words[:, SEQUENCE_WORD] >= _column([one.sequence for one in headers], "<u8")[owners]
     payloads = _column([one.layout.payload_bytes for one in headers], "<u8")
-    ready &= rows["payload_bytes"] == payloads[owners]
+    ready &= words[:, PAYLOAD_WORD] == payloads[owners]
     packed = b"".join(one.fingerprint for one in headers)
     namespaces = np.frombuffer(packed, "<u8").reshape(-1, 2)
-    own = np.ascontiguousarray(rows["fingerprint"]).view("<u8").reshape(-1, 2)
-    ready &= (own == namespaces[owners]).all(axis=1)
+    for half in range(2):
+        ready &= words[:, FINGERPRINT_WORD + half] == namespaces[owners, half]
     if epochs is not None:
         known = np.array([one.fingerprint in epochs for one in headers], np.bool_)
         current = _column([epochs.get(one.fingerprint, 0) for one in headers], "<u4")

@@ -27,6 +27,8 @@ from kvtier.pools.slot_table import (
 )
 
 Sequences = npt.NDArray[np.uint64]
+_HEAD = np.uint64(MAGIC | FORMAT_VERSION << 32)
+_HEAD_MASK = np.uint64((1 << 48) - 1)
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -64,12 +66,10 @@ def recover(table: Bytes, generation: int, epochs: Mapping[bytes, int]) -> Recov
 
 def sound_entries(entries: Entries, generation: int) -> _Mask:
     """Which are right by themselves; the CRC, the dearest, only where the rest is right."""
-    sound: _Mask = (
-        (entries["magic"] == MAGIC)
-        & (entries["version"] == FORMAT_VERSION)
-        & (entries["generation"] == generation)
-        & (entries["hash_bytes"] <= HASH_BYTES_MAX)
-    )
+    words = entries.view("<u8").reshape(-1, ENTRY_BYTES // 8)  # As words, in half the time.
+    sound: _Mask = (words[:, 0] & _HEAD_MASK) == _HEAD
+    sound &= words[:, 1] == generation
+    sound &= entries["hash_bytes"] <= HASH_BYTES_MAX
     sound[sound] = right_crcs(entries if sound.all() else entries[sound])
     return sound
 

@@ -55,6 +55,7 @@ FORMAT_VERSION = 1
 # slots (64 GiB of 2 MiB blocks) that is nothing, and a table of 4 MiB is not much either.
 GROW_SLOTS = 32_768
 SLOT_COUNT_MAX = 1 << 32
+_WRITTEN_RUN_SLOTS = 32  # Shorter runs, on average, are not worth a call each.
 
 ENTRY = np.dtype(
     [
@@ -74,7 +75,8 @@ ENTRY = np.dtype(
     ]
 )
 assert ENTRY.itemsize == ENTRY_BYTES
-CHECKSUM_WORD = 14  # Its place in an entry read as 8-byte words.
+# Their places in an entry read as 8-byte words.
+FINGERPRINT_WORD, SEQUENCE_WORD, PAYLOAD_WORD, CHECKSUM_WORD = 2, 12, 13, 14
 
 Entries = npt.NDArray[np.void]
 Slots = npt.NDArray[np.uint32]
@@ -188,8 +190,22 @@ class SlotTable:
         return int(ready.sum())
 
     def adopt(self, slots: Slots, entries: Entries) -> None:
-        """Entries that recovery found sound; they are taken as they are."""
-        self._words[slots] = entries.view(np.uint64).reshape(len(entries), ENTRY_BYTES // 8)
+        """Entries that recovery found sound; they are taken as they are. Slots ascend.
+
+        Runs of slots go through the file: there the first use of a page costs half of what it does
+        in the mapping, which was a fifth of the time to recover a large pool.
+        """
+        is_first = np.ones(len(slots), np.bool_)
+        is_first[1:] = slots[1:] != slots[:-1] + np.uint32(1)
+        firsts = np.flatnonzero(is_first)
+        if len(firsts) * _WRITTEN_RUN_SLOTS >= len(slots):
+            self._words[slots] = entries.view(np.uint64).reshape(len(entries), ENTRY_BYTES // 8)
+            return
+        raw = entries.view(np.uint8).reshape(len(entries), ENTRY_BYTES)
+        starts, ends = firsts.tolist(), [*firsts[1:].tolist(), len(slots)]
+        for start, end, slot in zip(starts, ends, slots[firsts].tolist(), strict=True):
+            written = os.pwrite(self.fd, raw[start:end], slot * ENTRY_BYTES)
+            assert written == (end - start) * ENTRY_BYTES, "memory has no room for the slot table"
 
     def checksums(self, slots: Slots) -> npt.NDArray[np.uint64]:
         """The payload checksums in the entries of these slots; 0 where there is none."""

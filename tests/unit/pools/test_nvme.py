@@ -11,6 +11,7 @@ from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.pools import nvme_recovery
 from kvtier.pools.nvme import NvmePool, PoolCondition, PoolState
 from kvtier.pools.nvme_paths import format_drivers
+from kvtier.pools.slot_table import ENTRY, entry_crcs
 from tests.support.crashing_file import CrashingDriver, CrashingFile, Fault, FaultyDriver
 from tests.support.nvme_pools import (
     EPOCH,
@@ -235,6 +236,25 @@ def test_old_entries_under_a_new_header_are_void() -> None:
     _, found = reopened(drivers)
     assert len(found.slots) == total - 16 + 1
     assert found.void_slots.tolist() == list(range(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("field", "place"), [("fingerprint", 0), ("fingerprint", 15), ("payload_bytes", None)]
+)
+def test_an_entry_that_is_not_of_its_segments_life_is_void(field: str, place: int | None) -> None:
+    """Sound by itself, and of an epoch that counts."""
+    drivers = make_drivers()
+    pool = opened(drivers)
+    demote(pool, NAMES[:3])
+    pool.close(clean=True)
+    entries = np.zeros(3, ENTRY)
+    drivers[0].file.read(pool.geometry.table_first, entries.view(np.uint8))
+    entries[field][(1,) if place is None else (1, place)] ^= 1
+    entries["crc"] = entry_crcs(entries)
+    drivers[0].file.write(pool.geometry.table_first, entries.view(np.uint8))
+    pool = BookedPool([CrashingDriver(driver.file, driver.name) for driver in drivers])
+    found = pool.recover(None)
+    assert (found.slots.tolist(), found.void_slots.tolist()) == ([0, 2], [1])
 
 
 def test_blocks_of_another_epoch_or_an_unknown_namespace_are_not_recovered() -> None:

@@ -166,3 +166,24 @@ def test_one_flipped_bit_in_a_large_table_is_found() -> None:
         raw[place] ^= 1 << place % 8
         assert np.flatnonzero(~right_crcs(entries)).tolist() == [place // ENTRY_BYTES]
         raw[place] ^= 1 << place % 8
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [],
+        [7],
+        list(range(STEP)),
+        list(range(3, STEP - 5)),
+        [*range(40), *range(50, STEP)],
+        list(range(0, STEP, 2)),
+    ],
+)
+def test_adopted_entries_stand_where_they_were_and_nothing_else_changes(
+    table: SlotTable, slots: list[int]
+) -> None:
+    table.adopt(slots_of(*slots), sound_entries(STEP)[slots])
+    expected = np.zeros(STEP, ENTRY)
+    expected[slots] = sound_entries(STEP)[slots]
+    assert table.entries(0, STEP).tobytes() == expected.tobytes()
+    assert table.read_bytes().tobytes() == expected.tobytes()

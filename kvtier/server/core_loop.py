@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvtier.clock import Clock
 from kvtier.core.events import Event, Slots, Tick
-from kvtier.core.instructions import Continue, Instruction, Reply
+from kvtier.core.instructions import Continue, Instruction, LeasePending, Reply
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
 from kvtier.metrics import Metrics
@@ -145,6 +145,8 @@ class CoreLoop:
                     assert isinstance(instruction, Reply), f"nobody runs {instruction!r}"
                     assert reply is None, "two replies to one event"
                     reply = instruction
+                    if isinstance(reply, LeasePending):
+                        self._replan.set()  # Its wait may be over before the tick that is planned.
         except KVTierError:
             raise
         except Exception as error:

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from kvtier.clock import SystemClock
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import BadRequest
 from kvtier.metrics import Metrics
-from kvtier.server.core_loop import CoreLoop
-from kvtier.types import NamespaceId, PrefixMatch, SessionId
+from kvtier.server.core_loop import TICK_SECONDS_MAX, CoreLoop
+from kvtier.types import LeaseId, NamespaceId, PrefixMatch, SessionId
 from tests.support.clock import ManualClock
+from tests.support.recording_core import RecordingManager
 
 SLICES = 3
 
@@ -135,3 +137,38 @@ def test_mistake_of_ours_ends_the_daemon_even_if_the_caller_swallows_it() -> Non
 
     with pytest.raises(AssertionError, match="our own mistake"):
         run(test)
+
+
+@pytest.mark.slow
+def test_wait_that_begins_between_two_ticks_ends_when_it_should() -> None:
+    clock = SystemClock()
+
+    class Waiting(RecordingManager):
+        due: float | None = None
+
+        def next_deadline(self) -> float | None:
+            return self.due
+
+    async def body() -> None:
+        ticked = asyncio.Event()
+        manager = Waiting(on_event=ticked.set)
+        core = CoreLoop(manager, clock=clock, metrics=Metrics())
+        async with asyncio.TaskGroup() as tasks:
+            core.start(tasks, {})
+            await ticked.wait()
+            await asyncio.sleep(0.05)  # The next tick is planned.
+            manager.due = clock.now() + 0.1
+            manager.answer = lambda _: [ins.LeasePending(LeaseId(1), 2, 0)]
+            await core.run(ev.Acquire(SessionId(1), NamespaceId(1), [], deadline=9.0))
+            manager.answer = lambda _: []
+            await asyncio.sleep(0.1)
+            manager.events.clear()
+            await asyncio.sleep(TICK_SECONDS_MAX / 3)
+            assert manager.of(ev.Tick), "nobody has looked whose wait is over"
+            raise Done
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(body())
+    (failure,) = caught.value.exceptions
+    if not isinstance(failure, Done):
+        raise failure

@@ -144,16 +144,20 @@ def sorted_paths(drivers: Sequence[Driver]) -> tuple[list[Driver], list[Superblo
 
 
 def read_superblock(driver: Driver) -> Superblock | None:
-    """The copy that counts; None when there is none."""
-    copies = []
+    """The copy that counts; None when there is none. Raises ConfigError when neither can be read."""
+    copies: list[Superblock | None] = []
+    failure: TableUnreadable | None = None
     for offset in COPY_OFFSETS:
         if offset + SUPERBLOCK_BYTES > driver.length_bytes:
             return None
         try:
             raw = read_area(driver, offset, SUPERBLOCK_BYTES)
-        except TableUnreadable:
+        except TableUnreadable as error:
+            failure = error
             continue
         copies.append(parse_superblock(raw.tobytes()))  # gil-ok: 4 KiB
+    if failure is not None and not copies:
+        raise ConfigError(str(failure))
     found: Superblock | None = None
     for copy in copies:
         found = newer(found, copy)

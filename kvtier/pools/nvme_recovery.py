@@ -263,9 +263,13 @@ def _begin(
 
 
 def _blank_unread(step: _Step) -> int:
-    """Wait for the step, and empty what did not come; of how many segments that is."""
+    """Wait for the step, and empty what did not come; of how many segments that is. Raises
+    TableUnreadable when the disk is not there any more."""
+    outcomes = step.batch.wait()
+    if Outcome.GONE in outcomes:
+        raise TableUnreadable("the disk went away while the slot table was read")
     first = count = 0
-    for header, outcome in zip(step.headers, step.batch.wait(), strict=True):
+    for header, outcome in zip(step.headers, outcomes, strict=True):
         end = first + _padded_rows(header) * ENTRY_BYTES
         if outcome is not Outcome.DONE:
             step.rows[first:end] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.io.driver import Outcome
 from kvtier.pools import nvme_recovery
 from kvtier.pools.nvme import NvmePool, PoolCondition, PoolState
@@ -25,12 +26,12 @@ HEADERS, TABLE = 1, 3  # Accesses of a recovery: one for the headers, one a segm
 
 
 def recovering(
-    inner: CrashingDriver, *faulty: int
+    inner: CrashingDriver, *faulty: int, fault: Fault = Fault.EIO
 ) -> tuple[BookedPool, list[PoolCondition], list[int]]:
     """Opened again; these accesses of `recover`, counted from 0, fail. And the slots found."""
     told: list[PoolCondition] = []
     pool = BookedPool([CrashingDriver(inner.file, inner.name)], on_condition=told.append)
-    pool._drivers = [FaultyDriver(pool._drivers[0], dict.fromkeys(faulty, Fault.EIO))]
+    pool._drivers = [FaultyDriver(pool._drivers[0], dict.fromkeys(faulty, fault))]
     found = pool.recover(EPOCHS)
     return pool, told, found.slots.tolist()
 
@@ -59,6 +60,19 @@ def test_table_of_which_nothing_can_be_read_is_told() -> None:
     inner, _ = written()
     with pytest.raises(nvme_recovery.TableUnreadable):
         recovering(inner, *range(HEADERS, HEADERS + TABLE))
+
+
+def test_disk_that_goes_away_during_recovery_is_told_at_once() -> None:
+    inner, _ = written()
+    with pytest.raises(nvme_recovery.TableUnreadable, match="went away"):
+        recovering(inner, HEADERS + 1, fault=Fault.GONE)
+
+
+def test_path_of_which_no_superblock_can_be_read_is_refused_as_such() -> None:
+    inner, _ = written()
+    faulty = FaultyDriver(inner, {0: Fault.EIO, 1: Fault.EIO})
+    with pytest.raises(ConfigError, match="path0 cannot be read"):
+        NvmePool([faulty])
 
 
 def test_tool_is_told_of_any_part_that_cannot_be_read() -> None:

@@ -21,6 +21,7 @@ from tests.support.known_blocks import (
     spec_of,
 )
 from tests.support.nvme_daemon import (
+    client_of,
     got_count,
     make_pool,
     put_all,
@@ -67,14 +68,14 @@ def end_at_once(daemon: RunningDaemon) -> None:
 def test_blocks_outlive_the_daemon(pool: Path, end: Callable[[RunningDaemon], None]) -> None:
     hashes = chain_hashes("kept", COUNT)
     with running_nvme_daemon(pool) as daemon:
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             put_all(client, opened(client), hashes)
             wait_below(daemon, COUNT)
         end(daemon)
         daemon.start()
         wait_state(daemon, "on")
         assert daemon.metrics()["kvtier_nvme_recovered_blocks"] == COUNT
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             namespace = opened(client)
             found = client.match(namespace, hashes)
             assert (found.matched_count, found.memory_count) == (COUNT, 0)
@@ -90,12 +91,12 @@ def test_blocks_outlive_the_daemon(pool: Path, end: Callable[[RunningDaemon], No
 def test_acquire_that_waits_brings_blocks_up_and_one_that_does_not_is_cut(pool: Path) -> None:
     hashes = chain_hashes("awaited", COUNT)
     with running_nvme_daemon(pool) as daemon:
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             put_all(client, opened(client), hashes)
             wait_below(daemon, COUNT)
         daemon.restart()
         wait_state(daemon, "on")
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             namespace = mapped(client)
             lease = client.acquire(namespace, hashes)
             assert (lease.leased_count, lease.cut) == (0, Cut.DEADLINE)
@@ -115,12 +116,12 @@ def test_acquire_that_waits_brings_blocks_up_and_one_that_does_not_is_cut(pool: 
 def test_prefetch_brings_blocks_up_before_anybody_asks(pool: Path) -> None:
     hashes = chain_hashes("ahead", COUNT)
     with running_nvme_daemon(pool) as daemon:
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             put_all(client, opened(client), hashes)
             wait_below(daemon, COUNT)
         daemon.restart()
         wait_state(daemon, "on")
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             namespace = mapped(client)
             begun = client.prefetch(namespace, hashes)
             assert begun.memory_count == 0
@@ -133,7 +134,7 @@ def test_prefetch_brings_blocks_up_before_anybody_asks(pool: Path) -> None:
 def test_cleared_namespace_does_not_come_back_and_the_others_do(pool: Path) -> None:
     hashes = chain_hashes("cleared", COUNT)
     with running_nvme_daemon(pool) as daemon:
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             gone, kept = opened(client, "gone"), opened(client, "kept")
             put_all(client, gone, hashes)
             put_all(client, kept, hashes)
@@ -141,7 +142,7 @@ def test_cleared_namespace_does_not_come_back_and_the_others_do(pool: Path) -> N
             client.clear(gone)
         daemon.restart()
         wait_state(daemon, "on")
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             gone, kept = opened(client, "gone"), opened(client, "kept")
             assert client.match(gone, hashes).matched_count == 0
             assert got_count(client, gone, hashes) == 0
@@ -168,7 +169,7 @@ def test_pool_is_made_at_the_start_when_its_size_is_said(tmp_path: Path) -> None
     hashes = chain_hashes("made", COUNT)
     with running_nvme_daemon(path, options={"nvme.bytes": "512MiB"}) as daemon:
         assert path.stat().st_blocks * 512 >= 512 << 20, "capacity must not run out later"
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             put_all(client, opened(client), hashes)
             wait_below(daemon, COUNT)
         assert daemon.terminate() == 0
@@ -204,7 +205,7 @@ def test_disk_that_fails_under_load_costs_the_tier_and_no_engine_a_call(
     first, second = chain_hashes("before", COUNT), chain_hashes("after", COUNT)
     with (
         running_nvme_daemon(pool, program=PROGRAM) as daemon,
-        Client(daemon.socket) as client,
+        client_of(daemon) as client,
     ):
         namespace = mapped(client)
         offload(client, namespace, first)
@@ -223,7 +224,7 @@ def test_disk_that_fails_under_load_costs_the_tier_and_no_engine_a_call(
 def test_disk_that_hangs_delays_an_end_by_seconds_only(pool: Path, fault: Path) -> None:
     hashes = chain_hashes("hung", COUNT)
     with running_nvme_daemon(pool, program=PROGRAM) as daemon:
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             namespace = mapped(client)
             fault.write_text("stall")
             offload(client, namespace, hashes)
@@ -234,7 +235,7 @@ def test_disk_that_hangs_delays_an_end_by_seconds_only(pool: Path, fault: Path) 
 
 def test_mistake_in_a_drivers_thread_ends_the_daemon(pool: Path, fault: Path) -> None:
     with running_nvme_daemon(pool, program=PROGRAM) as daemon:
-        with Client(daemon.socket) as client:
+        with client_of(daemon) as client:
             namespace = mapped(client)
             fault.write_text("bug")
             offload(client, namespace, chain_hashes("bug", 1))

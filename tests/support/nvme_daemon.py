@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvtier.client import Client, Namespace
+from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.pools.nvme_paths import format_paths
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.known_blocks import check_payload, payload_of
@@ -15,6 +15,8 @@ from tests.support.known_blocks import check_payload, payload_of
 SEGMENT_BYTES = 4 << 20
 POOL_BYTES = 64 << 20
 SECONDS_MAX = 20.0
+# A machine that is busy with other tests is no matter here.
+PATIENT = ClientSettings(timeout_seconds=5.0)
 
 
 def make_pool(
@@ -44,6 +46,10 @@ def running_nvme_daemon(
         wait_state(daemon, "on")
         daemon.wait_populated()
         yield daemon
+
+
+def client_of(daemon: RunningDaemon) -> Client:
+    return Client(daemon.socket, settings=PATIENT)
 
 
 def wait_state(daemon: RunningDaemon, state: str) -> None:

@@ -144,7 +144,7 @@ def sorted_paths(drivers: Sequence[Driver]) -> tuple[list[Driver], list[Superblo
 
 
 def read_superblock(driver: Driver) -> Superblock | None:
-    """The copy that counts; None when there is none. Raises ConfigError when neither can be read."""
+    """The copy that counts; None when there is none. Raises ConfigError if neither can be read."""
     copies: list[Superblock | None] = []
     failure: TableUnreadable | None = None
     for offset in COPY_OFFSETS:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
+from kvtier.connector.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connector.vllm.options import parse_options
 from kvtier.connector.vllm.refusals import check_supported
 from kvtier.connector.vllm.scheduler_side import SchedulerSide
@@ -151,6 +152,25 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None
         return self._scheduler.reset()
+
+    # ------------------------------------------------------------------------------- metrics
+
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        return KVTierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVTierPromMetrics:
+        return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------------------------- both
 

@@ -19,6 +19,8 @@ from kvtier.connector.vllm.adapters import AdapterHashes, adapter_mark
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, UnstartedLoad, WorkerReport
 from kvtier.connector.vllm.facts import none_hash
 from kvtier.connector.vllm.identity import engine_id_of
+from kvtier.connector.vllm.measuring import Meter
+from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import Options
 from kvtier.connector.vllm.reuse import ReuseWatch
 from kvtier.namespace import NamespaceSpec
@@ -41,6 +43,7 @@ class Tracked:
     local_count: int = 0  # Blocks vLLM had itself when it last asked.
     device_blocks: list[int] = field(default_factory=list)
     full_count: int = 0  # Blocks told as computed.
+    is_miss_noted: bool = False
 
 
 class SchedulerSide:
@@ -52,12 +55,13 @@ class SchedulerSide:
         self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         transfer = vllm_config.kv_transfer_config
         self._may_onboard, self._may_offload = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._client: Client | None = None
+        self._client: Any = None
         self._core: SchedulerConnector | None = None
         self._spec: NamespaceSpec | None = None
         self._is_seed_checked = False
         self._requests: dict[str, Tracked] = {}
         self._reuse = ReuseWatch()
+        self._meter = Meter()
         # Loads vLLM waits for, with their blocks: until a worker has reported them as received.
         self._loading: dict[str, tuple[int, ...]] = {}
         self._untold: dict[str, tuple[int, ...]] = {}  # Of these, not handed to a worker yet.
@@ -71,14 +75,18 @@ class SchedulerSide:
         if not specs:
             return
         assert all(spec == specs[0] for spec in specs), "the workers disagree about the namespace"
-        self._spec = specs[0]
-        self._client = Client(
+        client = Client(
             self._options.socket,
             engine_id=engine_id_of(self._vllm_config),
             role=Role.SCHEDULER,
             name="vllm scheduler",
         )
-        self._core = SchedulerConnector(self._client, self._spec, settings=self._options.settings)
+        core = SchedulerConnector(client, specs[0], settings=self._options.settings)
+        self.begin(core, client, specs[0])
+
+    def begin(self, core: SchedulerConnector, client: Any, spec: NamespaceSpec) -> None:
+        """Plan with these from now on; until then every request is a miss."""
+        self._core, self._client, self._spec = core, client, spec
 
     def _check_seed(self, core: SchedulerConnector) -> None:
         """The hashes are made in this process; a worker's seed may be another one."""
@@ -128,7 +136,10 @@ class SchedulerSide:
         if count is None:
             return None, False
         tokens = (tracked.local_count + count) * self._block_tokens - local_tokens
-        return (tokens, True) if count > 0 and tokens > 0 else (0, False)
+        if count == 0 or tokens <= 0:
+            self._note_miss(core, tracked)
+            return 0, False
+        return tokens, True
 
     def on_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         core, tracked = self._core, self._requests.get(request.request_id)
@@ -143,6 +154,7 @@ class SchedulerSide:
         self._reuse.note_allocated(device_blocks)
         loaded = tuple(device_blocks[:count])
         self._loading[request.request_id] = self._untold[request.request_id] = loaded
+        self._meter.note_allocated(request.request_id, external_tokens)
         core.on_allocated(request.request_id, loaded, len(loaded))
 
     def on_finished(self, request: Any, device_blocks: Sequence[int]) -> None:
@@ -186,6 +198,7 @@ class SchedulerSide:
             self._untold.pop(job.request_id, None)
         unstarted = tuple(UnstartedLoad(*item) for item in self._untold.items())
         self._untold.clear()
+        self._meter.note_step(plan, output.total_num_scheduled_tokens)
         return StepOrder(plan, fenced, unstarted)
 
     def on_output(self, output: Any) -> None:
@@ -196,8 +209,13 @@ class SchedulerSide:
         results, self._own_results = self._own_results, []
         if isinstance(report, WorkerReport):
             results = results + report.results
+        bad_blocks = output.invalid_block_ids or ()
         for request_id in output.finished_recving or ():
-            self._loading.pop(request_id, None)
+            loaded = self._loading.pop(request_id, ())
+            self._meter.note_received(
+                request_id, is_good=all(block not in bad_blocks for block in loaded)
+            )
+        self._meter.note_output(results)
         self._reuse.note_results(results)
         outcome = core.on_results(results)
         for request_id in outcome.released:
@@ -207,6 +225,9 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether an idle engine should go on stepping, so that copies and commits end."""
         return self._core is not None and (self._core.has_work or bool(self._own_results))
+
+    def take_stats(self) -> KVTierStats | None:
+        return None if self._core is None else self._meter.take(self._core.stats())
 
     def reset(self) -> bool:
         """vLLM dropped its KV, for new weights perhaps: nobody must use the old KV for them."""
@@ -237,6 +258,14 @@ class SchedulerSide:
             may_onboard = may_onboard and wish.get("onboard") is not False
             may_offload = may_offload and wish.get("offload") is not False
         return may_onboard, may_offload
+
+    def _note_miss(self, core: SchedulerConnector, tracked: Tracked) -> None:
+        """Once a request, if there was anything to ask for."""
+        if tracked.is_miss_noted or len(tracked.hashes) <= tracked.local_count:
+            return
+        tracked.is_miss_noted = True
+        is_connected = self._client is not None and self._client.connected
+        self._meter.note_miss(core.stats(), is_connected=is_connected)
 
     def _note_preemption(self, core: SchedulerConnector, tracked: Tracked) -> None:
         """It lost its blocks, and starts again at token 0; noticed whoever sees it first."""

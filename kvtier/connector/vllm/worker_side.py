@@ -33,7 +33,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._spec: NamespaceSpec | None = None
-        self._client: Client | None = None
+        self._client: Any = None
         self._worker: WorkerConnector | None = None
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}  # Request and blocks, by job.
         self._received: set[str] = set()
@@ -45,23 +45,26 @@ class WorkerSide:
         config = self._kv_cache_config
         geometry = geometry_of(kv_caches, config.num_blocks)
         copier = _copier(geometry, kv_caches)
-        self._spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
-        self._client = Client(
+        spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
+        client = Client(
             self._options.socket,
             engine_id=engine_id_of(self._vllm_config),
             role=Role.WORKER,
             name="vllm worker",
         )
-        self._worker = WorkerConnector(
-            self._client, self._spec, copier, settings=self._options.settings
-        )
+        worker = WorkerConnector(client, spec, copier, settings=self._options.settings)
+        self.begin(worker, client, spec)
         log.info(
             "kvtier: %d bytes a block of %d tokens, %d device blocks, namespace %s",
             geometry.shard_bytes,
-            self._spec.block_tokens,
+            spec.block_tokens,
             geometry.block_count,
-            self._spec.fingerprint().hex(),
+            spec.fingerprint().hex(),
         )
+
+    def begin(self, worker: WorkerConnector, client: Any, spec: NamespaceSpec) -> None:
+        """Copy with these from now on."""
+        self._worker, self._client, self._spec = worker, client, spec
 
     def handshake(self) -> Handshake | None:
         return None if self._spec is None else Handshake(self._spec)

@@ -1,0 +1,99 @@
+"""Turns the planning's counts into each step's increase, and times what vLLM waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvtier.clock import Clock, SystemClock
+from kvtier.connector.jobs import JobResult, StepPlan
+from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.vllm.metrics import KVTierStats, sample
+
+# A step with fewer tokens says little about what a token of a prefill costs.
+RATE_TOKENS_MIN = 16
+RATE_WEIGHT = 0.2
+
+
+class Meter:
+    """Owned by the scheduler's thread."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._told: dict[str, float] = {}  # What each count was when it was last told.
+        self._data: dict[str, Any] = {}
+        self._loads: dict[str, tuple[float, int]] = {}  # Since when, and of how many tokens.
+        self._offloads: dict[int, float] = {}
+        self._step: tuple[float, int] | None = None
+        self._token_seconds: float | None = None
+        self._deadline_count = 0
+
+    def note_miss(self, stats: ConnectorStats, *, is_connected: bool) -> None:
+        """A request was told that there is nothing for it."""
+        is_late = stats.deadline_missed_requests > self._deadline_count
+        self._deadline_count = stats.deadline_missed_requests
+        if stats.disabled_by:
+            reason = "internal_error"
+        elif is_late:
+            reason = "deadline"
+        else:
+            reason = "absent" if is_connected else "unavailable"
+        self._add(sample("missed_requests", reason), 1)
+
+    def note_allocated(self, request_id: str, tokens: int) -> None:
+        self._loads[request_id] = self._clock.now(), tokens
+
+    def note_step(self, plan: StepPlan, token_count: int) -> None:
+        now = self._clock.now()
+        self._step = now, token_count
+        for job in plan.offloads:
+            self._offloads[job.job_id] = now
+
+    def note_output(self, results: Sequence[JobResult]) -> None:
+        """The step's output is there, and with it what ended in the workers."""
+        now = self._clock.now()
+        if self._step is not None and self._step[1] >= RATE_TOKENS_MIN:
+            rate, known = (now - self._step[0]) / self._step[1], self._token_seconds
+            self._token_seconds = rate if known is None else known + RATE_WEIGHT * (rate - known)
+        self._step = None
+        for result in results:
+            began = self._offloads.pop(result.job_id, None)
+            if began is not None and result.failed is None:
+                self._data.setdefault("offload_seconds", []).append(now - began)
+
+    def note_received(self, request_id: str, *, is_good: bool) -> None:
+        """A load has ended; of a failed one there is nothing to tell but its blocks."""
+        began, tokens = self._loads.pop(request_id, (None, 0))
+        if began is None or not is_good:
+            return
+        seconds = self._clock.now() - began
+        self._data.setdefault("onboard_seconds", []).append(seconds)
+        if self._token_seconds is not None:
+            self._add("saved_seconds", max(0.0, tokens * self._token_seconds - seconds))
+
+    def take(self, stats: ConnectorStats) -> KVTierStats | None:
+        """The increase since the last call; None when there is none."""
+        for key, count in _counts(stats):
+            increase = count - self._told.get(key, 0)
+            if increase:
+                self._told[key] = count
+                self._add(key, increase)
+        data, self._data = self._data, {}
+        return KVTierStats(data=data) if data else None
+
+    def _add(self, key: str, increase: float) -> None:
+        self._data[key] = self._data.get(key, 0) + increase
+
+
+def _counts(stats: ConnectorStats) -> list[tuple[str, float]]:
+    return [
+        ("asked_blocks", stats.asked_blocks),
+        ("onboarded_bytes", stats.onboarded_bytes),
+        ("failed_onboard_blocks", stats.onboard_failed_blocks),
+        ("offloaded_blocks", stats.committed_blocks),
+        ("offloaded_bytes", stats.offloaded_bytes),
+        ("hook_seconds", stats.hook_seconds),
+        *((sample("onboarded_blocks", str(k)), n) for k, n in stats.onboarded_tier_blocks.items()),
+        *((sample("dropped_blocks", reason), n) for reason, n in stats.dropped_blocks.items()),
+        *((sample("call_errors", error), n) for error, n in stats.call_errors.items()),
+    ]

@@ -1,0 +1,133 @@
+"""What a user sets, and what is refused at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.connector.vllm.options import parse_options
+from kvtier.connector.vllm.refusals import Unsupported, check_supported
+from kvtier.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+
+def test_nothing_needs_to_be_set() -> None:
+    options = parse_options({})
+    assert options.socket is None
+    assert options.weights == ""
+
+
+def test_keys_of_others_are_left_alone() -> None:
+    options = parse_options({"other.key": 1, "kvtier.socket": "/run/k.sock", "spec_name": "x"})
+    assert options.socket == Path("/run/k.sock")
+
+
+def test_limits_can_be_set() -> None:
+    settings = parse_options({"kvtier.onboard_wait_seconds": 1}).settings
+    assert settings.onboard_wait_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"kvtier.sockett": "x"}, "is kvtier.socket meant"),
+        ({"kvtier.worker_count": 2}, "no key kvtier.worker_count"),
+        ({"kvtier.socket": 1}, "kvtier.socket is 1: it must be a text"),
+        ({"kvtier.socket": "tcp://host:1"}, "Unix socket"),
+        ({"kvtier.stock_blocks": 0.5}, "must be of type int"),
+        ({"kvtier.stock_blocks": True}, "must be of type int"),
+        ({"kvtier.stock_blocks": 0}, "must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        parse_options(extra)
+    assert "\n" not in str(error.value)
+
+
+class FullAttentionSpec:
+    block_size = 32
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+class RSWASpec(FullAttentionSpec):
+    pass
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | {
+        name: value for name, value in changes.items() if name.endswith("_size")
+    }
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(enable_sleep_mode=changes.get("sleep", False)),
+        cache_config=SimpleNamespace(calculate_kv_scales=changes.get("scales", False)),
+    )
+
+
+def caches(*specs: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"]) for spec in specs]
+    )
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "kv_cache_config", "words"),
+    [
+        (config(tensor_parallel_size=2), caches(FullAttentionSpec()), "tensor parallelism"),
+        (config(pipeline_parallel_size=2), caches(FullAttentionSpec()), "pipeline parallelism"),
+        (config(decode_context_parallel_size=2), caches(FullAttentionSpec()), "context"),
+        (config(sleep=True), caches(FullAttentionSpec()), "--enable-sleep-mode"),
+        (config(scales=True), caches(FullAttentionSpec()), "--calculate-kv-scales"),
+        (config(), caches(FullAttentionSpec(), SlidingWindowSpec()), "2 KV cache groups"),
+        (config(), caches(SlidingWindowSpec()), "SlidingWindowSpec"),
+        (config(), caches(RSWASpec()), "RSWASpec"),
+        (config(), None, "0.28 or newer"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(
+    vllm_config: Any, kv_cache_config: Any, words: str
+) -> None:
+    with pytest.raises(Unsupported, match=words) as refused:
+        check_supported(vllm_config, kv_cache_config)
+    assert "\n" not in str(refused.value)
+    assert "kvtier" in str(refused.value)
+
+
+def test_one_group_of_full_attention_is_supported() -> None:
+    check_supported(config(), caches(FullAttentionSpec()))
+
+
+def test_plugin_registers_the_connector_by_its_class_name_as_often_as_asked() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvtier.connector.vllm import KVTierConnector
+    from kvtier.connector.vllm.plugin import register
+
+    register()
+    register()
+    name = KVTierConnector.__name__
+    assert KVConnectorFactory.get_connector_class_by_name(name) is KVTierConnector
+
+
+def test_plugin_is_declared_for_vllm() -> None:
+    from importlib.metadata import entry_points
+
+    found = entry_points(group="vllm.general_plugins", name="kvtier")
+    assert [point.load().__module__ for point in found] == ["kvtier.connector.vllm.plugin"]
+
+
+def test_connector_answers_every_hook_of_vllms_interface() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvtier.connector.vllm import KVTierConnector
+
+    assert not KVTierConnector.__abstractmethods__
+    assert set(dir(KVConnectorBase_V1)) <= set(dir(KVTierConnector))

@@ -244,8 +244,11 @@ class NvmeKeeper:
         self._transfers.promote(asked)
 
     def on_bind_segments(self, bound: BindSegments) -> None:
+        """The table goes to the disk ahead of what is written over the former lives: blocks that
+        went again from there would otherwise be lost to a kill, both copies of them."""
         if not self._is_over:
             self._pool.bind(bound.headers)
+            self._write_table()
 
     def on_write_ready(self, written: WriteNvmeReady) -> None:
         if not self._is_over:

@@ -145,10 +145,10 @@ class Rig:
         self.manager.answer = answer
         self.core.post(ev.Tick())
 
-    def bind(self, *, sequence: int = 0) -> None:
-        """Segment 0 is the namespace's."""
+    def bind(self, *, segment: int = 0, sequence: int = 0) -> None:
+        """This segment is the namespace's."""
         header = SegmentHeader(
-            segment=0,
+            segment=segment,
             fingerprint=SPEC.fingerprint(),
             layout=SlotLayout(SPEC.shard_bytes, 1),
             slot_count=16,

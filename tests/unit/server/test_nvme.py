@@ -163,6 +163,24 @@ def test_table_is_written_when_it_changed_and_only_then(rig: Rig) -> None:
     run(rig, test)
 
 
+def test_table_is_on_its_way_before_a_segment_is_written_over(rig: Rig) -> None:
+    """Or a kill would cost a block that went again from there both its copies."""
+    rig.table_seconds = 60.0
+
+    async def write() -> None:
+        rig.bind()
+        await rig.demote(["a"], [None])
+        rig.bind(segment=1)
+
+    run(rig, write)
+    life = next_life(rig)
+
+    async def read() -> None:
+        assert life.keeper.recovered_count == 1
+
+    run(life, read)
+
+
 def test_many_changes_are_written_part_by_part_without_waiting_for_the_timer(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

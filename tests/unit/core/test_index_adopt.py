@@ -142,3 +142,22 @@ def test_4096_blocks_are_adopted_well_within_one_slice() -> None:
         first = int(rows[-1])
     assert sorted(seconds)[len(seconds) // 2] < SLICE_SECONDS_MAX, "adopting is too slow"
     assert index.match([BlockHash(b"?" * 32)]) == 0
+
+
+def test_columns_grow_one_after_the_other(index: PrefixIndex) -> None:
+    """All at once, at a million blocks, they hold the event loop for 20 ms."""
+    chance, grown_counts = random.Random(4), []
+    columns = [one for one in vars(index).values() if isinstance(one, np.ndarray)]
+    assert len(columns) >= 10
+    for number in range(200):
+        before = [len(one) for one in columns]
+        index.adopt(
+            PackedHashes(chance.randbytes(256 * 32), 32)[:],
+            parents=np.full(256, NOBODY, dtype=np.int32),
+            nvme_slots=np.arange(256, dtype=np.int64) + 256 * number,
+        )
+        grown_counts.append(sum(len(one) > old for one, old in zip(columns, before, strict=True)))
+    assert min(map(len, columns)) >= 200 * 256
+    assert sum(grown_counts[100:]) >= len(columns)
+    assert max(grown_counts[100:]) <= 2
+    assert max(map(len, columns)) < 200 * 256 * 1.13

@@ -266,7 +266,8 @@ class BlocksRecovered:
     done_count: int = 0  # Set by the manager when the event is continued.
     rows: npt.NDArray[np.int32] | None = None  # Likewise: index rows of the blocks done.
     change_count: int = -1  # Likewise.
-    has_lost: bool = False  # Likewise: some block has gone since the first slice.
+    # Likewise: how many blocks of those done are resident; None once some block has gone.
+    own_count: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)

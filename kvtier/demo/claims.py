@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.demo.report import Report
+from kvtier.demo.report import Parting, Report, Turn
 
 DOCUMENT_TOKENS_MIN = 1000
 TTFT_RATIO_MAX = 0.25
+# Every block is read from a disk, whatever that may be.
+WARM_TTFT_RATIO_MAX = 0.5
 # Below it two tokens are a tie: the order of float additions decides, and a cached prefix is
 # computed in other batches than a cold prompt.
 LOGIT_GAP_MAX = 1e-2
@@ -91,19 +93,20 @@ def _local_hit(report: Report) -> Claim:
 
 
 def _cold(report: Report) -> Claim:
-    hit, cold = report.restart.with_kvtier.token_ids, report.restart.without.token_ids
-    parting = report.tokens.parting_from_cold
+    text = "and those of a cold prefill, but for ties"
+    return _as_cold(text, report.restart, report.tokens.parting_from_cold)
+
+
+def _as_cold(text: str, turn: Turn, parting: Parting | None) -> Claim:
+    hit, cold = turn.with_kvtier.token_ids, turn.without.token_ids
     if parting is None:
-        return Claim(_COLD, hit == cold, f"{_equal_count(hit, cold)} of {len(cold)} tokens")
+        return Claim(text, hit == cold, f"{_equal_count(hit, cold)} of {len(cold)} tokens")
     is_tie = parting.logit_gap < LOGIT_GAP_MAX
     return Claim(
-        _COLD,
+        text,
         is_tie and _equal_count(hit, cold) == parting.index,
         f"they part at token {parting.index}, logits {parting.logit_gap:.1e} apart",
     )
-
-
-_COLD = "and those of a cold prefill, but for ties"
 
 
 def _bytes(report: Report) -> Claim:
@@ -117,10 +120,10 @@ def _bytes(report: Report) -> Claim:
 
 
 def _kill(report: Report) -> Claim:
-    kill, last = report.kill, report.turns[-1].with_kvtier
+    kill, last = report.kill, report.killed.with_kvtier
     after_count = kill.token_count - kill.after_token_count
     return Claim(
-        "the daemon was killed in the middle of the last answer",
+        "the daemon was killed in the middle of an answer",
         kill.after_token_count >= KILL_TOKENS_MIN
         and after_count >= KILL_TOKENS_MIN
         and kill.connected_before
@@ -130,7 +133,7 @@ def _kill(report: Report) -> Claim:
 
 
 def _answer_came(report: Report) -> Claim:
-    with_kvtier, without = report.turns[-1].with_kvtier, report.turns[-1].without
+    with_kvtier, without = report.killed.with_kvtier, report.killed.without
     return Claim(
         "and the answer came all the same, equal to the one without kvtier",
         with_kvtier.token_ids == without.token_ids and len(with_kvtier.token_ids) > 0,
@@ -138,6 +141,43 @@ def _answer_came(report: Report) -> Claim:
         f"{len(without.token_ids)} tokens, longest pause "
         f"{report.kill.longest_pause_seconds:.2f} s",
     )
+
+
+def _warm_source(report: Report) -> Claim:
+    hit, standing_count = report.warm_turn.with_kvtier, report.warm.standing_count
+    got_count = hit.kvtier_count // report.block_tokens
+    return Claim(
+        "started again, the daemon gives a new engine what stood on NVMe, all of it from there",
+        dict(hit.tier_blocks) == {"nvme": got_count} and got_count >= standing_count > 0,
+        f"{hit.tier_blocks.get('nvme', 0)} blocks from nvme, {hit.tier_blocks.get('dram', 0)} "
+        f"from dram; {standing_count} had stood there, ready after "
+        f"{report.warm.start_seconds:.2f} s",
+    )
+
+
+def _warm_ratio(report: Report) -> Claim:
+    with_kvtier, without = report.warm_turn.with_kvtier, report.warm_turn.without
+    return Claim(
+        f"and its time to first token is at most {WARM_TTFT_RATIO_MAX} of that without kvtier",
+        0.0 < report.warm_turn.ttft_ratio <= WARM_TTFT_RATIO_MAX
+        and without.computed_count == without.prompt_count == with_kvtier.prompt_count,
+        f"{with_kvtier.ttft_seconds:.2f} s / {without.ttft_seconds:.2f} s = "
+        f"{report.warm_turn.ttft_ratio:.3f}",
+    )
+
+
+def _warm_bytes(report: Report) -> Claim:
+    check, standing_count = report.warm.bytes, report.warm.standing_count
+    return Claim(
+        "with the bytes that were offloaded before the kill",
+        check.equal_count == check.onboarded_count == standing_count > 0,
+        f"{check.equal_count} of {standing_count} blocks equal",
+    )
+
+
+def _warm_tokens(report: Report) -> Claim:
+    text = "and the tokens of a cold prefill, but for ties"
+    return _as_cold(text, report.warm_turn, report.warm.parting_from_cold)
 
 
 def _equal_count(first: tuple[int, ...], second: tuple[int, ...]) -> int:
@@ -158,4 +198,8 @@ _JUDGES: tuple[Callable[[Report], Claim], ...] = (
     _bytes,
     _kill,
     _answer_came,
+    _warm_source,
+    _warm_ratio,
+    _warm_bytes,
+    _warm_tokens,
 )

@@ -99,6 +99,7 @@ class EngineProcess:
             seconds=cast(float, message["seconds"]),
             token_ids=tuple(cast("list[int]", message["token_ids"])),
             text=str(message["text"]),
+            tier_blocks=cast("dict[str, int]", message.get("tier_blocks", {})),
             **{name: message[name] for name in _FIGURES if name in message},  # type: ignore[arg-type]
             connected=bool(message["connected"]),
         )

@@ -70,10 +70,11 @@ store and the boat house. There is one brass key and no copy. Whoever loses it b
 for the crew, and tells the station manager before the breakfast, not after.
 """
 
-# The last answer is long, so that there is a middle in which the daemon can be killed.
+# The fourth answer is long, so that there is a middle in which the daemon can be killed.
 QUESTIONS = (
     "Who is the station manager?",
     "Tell me about the two ferries.",
     "When was the station opened, and when was it rebuilt?",
     "Write a short letter in which you welcome a new officer of the watch to Harrow Point.",
+    "Who carries the brass key, and which doors does it open?",
 )

@@ -20,6 +20,7 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     # Of the connector, for this answer alone; 0 without kvtier.
+    tier_blocks: Mapping[str, int] = field(default_factory=dict)  # Onboarded, by tier.
     onboarded_bytes: int = 0
     onboard_seconds: float = 0.0
     offloaded_bytes: int = 0
@@ -79,6 +80,17 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmStart:
+    """The daemon that was started again on what the killed one had left on NVMe."""
+
+    index: int  # The turn before which it was.
+    standing_count: int  # Full blocks that were on NVMe for a while before the kill.
+    bytes: ByteCheck
+    parting_from_cold: Parting | None
+    start_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything; `environment` says on what it ran."""
 
@@ -86,9 +98,11 @@ class Report:
     block_tokens: int
     turns: tuple[Turn, ...]
     restart_index: int  # The turn before which the engine was replaced by a new process.
+    kill_index: int  # The turn in which the daemon was killed.
     tokens: TokenCheck
     bytes: ByteCheck
     kill: Kill
+    warm: WarmStart
     daemon_start_seconds: float
     seconds: float
     model: str
@@ -99,6 +113,14 @@ class Report:
         return self.turns[self.restart_index]
 
     @property
+    def killed(self) -> Turn:
+        return self.turns[self.kill_index]
+
+    @property
+    def warm_turn(self) -> Turn:
+        return self.turns[self.warm.index]
+
+    @property
     def before_restart(self) -> Turn:
         return self.turns[self.restart_index - 1]
 
@@ -107,5 +129,6 @@ def as_json(report: Report) -> dict[str, object]:
     """JSON values, with the figures that are derived."""
     found = asdict(report)
     found["restart_ttft_ratio"] = report.restart.ttft_ratio
+    found["warm_ttft_ratio"] = report.warm_turn.ttft_ratio
     found["restart_onboard_gb_per_second"] = report.restart.with_kvtier.onboard_gb_per_second
     return found

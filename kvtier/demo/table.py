@@ -62,6 +62,12 @@ def _turns(report: Report, style: Style) -> list[str]:
         if index == report.restart_index:
             old, new = report.before_restart.with_kvtier.engine, turn.with_kvtier.engine
             lines.append(f"{'':6}engine {old} has exited; engine {new} is a new process")
+        if index == report.warm.index:
+            new = turn.with_kvtier.engine
+            lines.append(
+                f"{'':6}the daemon was killed, and started again with what was on NVMe; "
+                f"engine {new} is a new process"
+            )
         lines += _turn(index + 1, turn, style)
     lines.append("tokens; cache: the engine's own; onboard: copies from the daemon's memory")
     return [*lines, ""]

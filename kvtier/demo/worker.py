@@ -40,6 +40,9 @@ WARM_TEXT = "Count from one to twenty, then back again, and say which numbers yo
 READY_SECONDS_MAX = 10.0
 # A cold prefill takes seconds here, so waiting this long for its KV pays, on a busy machine too.
 ONBOARD_WAIT_SECONDS = 1.0
+# Likewise for what is on NVMe, on a slow disk too.
+NVME_BYTES_PER_SECOND = 50e6
+NVME_WAIT_SECONDS_MAX = 4.0
 CALL_SECONDS_MAX = 0.5
 OFFLOAD_SECONDS_MAX = 10.0
 
@@ -139,6 +142,7 @@ class EngineWorker:
         if self._connected is None or before is None or after is None:
             return {"connected": False}
         return {
+            "tier_blocks": dict(after.onboarded_tier_blocks - before.onboarded_tier_blocks),
             "onboarded_bytes": after.onboarded_bytes - before.onboarded_bytes,
             "onboard_seconds": after.onboard_copy_seconds - before.onboard_copy_seconds,
             "offloaded_bytes": after.offloaded_bytes - before.offloaded_bytes,
@@ -159,7 +163,11 @@ def loaded_worker(socket: str | None) -> Iterator[EngineWorker]:
     from kvtier.engine.connect import connected_engine
 
     patience = ClientSettings(timeout_seconds=CALL_SECONDS_MAX)
-    settings = ConnectorSettings(onboard_wait_seconds=ONBOARD_WAIT_SECONDS)
+    settings = ConnectorSettings(
+        onboard_wait_seconds=ONBOARD_WAIT_SECONDS,
+        nvme_bytes_per_second=NVME_BYTES_PER_SECOND,
+        nvme_wait_seconds_max=NVME_WAIT_SECONDS_MAX,
+    )
     with ExitStack() as stack:
         client = stack.enter_context(Client(Path(socket), settings=patience))
         connected = stack.enter_context(connected_engine(model, CONFIG, client, settings=settings))

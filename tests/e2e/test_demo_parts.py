@@ -24,6 +24,7 @@ from kvtier.demo.report import (
     Report,
     TokenCheck,
     Turn,
+    WarmStart,
     as_json,
 )
 from kvtier.demo.table import WIDTH, Style, render, style_of
@@ -50,7 +51,8 @@ def answer_of(engine: str, cache: int, kvtier: int, prompt: int, ttft: float) ->
 
 
 def good_report() -> Report:
-    """Every claim is true: prompts of 1,120, 1,180, 1,240 and 1,300 tokens, answers of 40."""
+    """Every claim is true: prompts of 1,120, then 60 tokens more each time, answers of 40."""
+    standing_count = (1240 + ANSWER_TOKENS - 1) // 16
     kvtier = (1180 + ANSWER_TOKENS - 1) // 16 * 16
     turns = (
         Turn("one?", answer_of("A", 0, 0, 1120, 3.0), answer_of("C", 0, 0, 1120, 2.9)),
@@ -61,15 +63,25 @@ def good_report() -> Report:
             replace(answer_of("B", 1248, 0, 1300, 0.2), connected=False),
             answer_of("C", 1248, 0, 1300, 0.2),
         ),
+        Turn(
+            "five?",
+            replace(
+                answer_of("E", 0, 16 * (standing_count + 2), 1360, 0.6),
+                tier_blocks={"nvme": standing_count + 2},
+            ),
+            answer_of("F", 0, 0, 1360, 3.2),
+        ),
     )
     return Report(
         document_token_count=1100,
         block_tokens=16,
         turns=turns,
         restart_index=2,
+        kill_index=3,
         tokens=TokenCheck(answer_of("C", kvtier, 0, 1240, 0.2), None),
         bytes=ByteCheck(onboarded_count=kvtier // 16, equal_count=kvtier // 16),
         kill=Kill(16, 40, connected_before=True, longest_pause_seconds=0.1),
+        warm=WarmStart(4, standing_count, ByteCheck(standing_count, standing_count), None, 0.4),
         daemon_start_seconds=0.5,
         seconds=60.0,
         model="a model",
@@ -90,6 +102,10 @@ def with_answer(index: int, *, without: bool = False, **changes: object) -> Chan
 
 def with_kill(**changes: object) -> Change:
     return lambda report: replace(report, kill=replace(report.kill, **changes))  # type: ignore[arg-type]
+
+
+def with_warm(**changes: object) -> Change:
+    return lambda report: replace(report, warm=replace(report.warm, **changes))  # type: ignore[arg-type]
 
 
 def with_cold_answer(token_ids: tuple[int, ...], gap: float) -> Change:
@@ -133,10 +149,23 @@ def test_every_claim_of_a_good_report_holds() -> None:
         ("cold prefill", with_cold_answer(OTHER_TOKENS, LOGIT_GAP_MAX)),
         ("bytes", lambda report: replace(report, bytes=ByteCheck(76, 75))),
         ("bytes", lambda report: replace(report, bytes=ByteCheck(0, 0))),
-        ("middle of the last answer", with_kill(after_token_count=39)),
-        ("middle of the last answer", with_kill(connected_before=False)),
-        ("middle of the last answer", with_answer(3, connected=True)),
+        ("middle of an answer", with_kill(after_token_count=39)),
+        ("middle of an answer", with_kill(connected_before=False)),
+        ("middle of an answer", with_answer(3, connected=True)),
         ("answer came", with_answer(3, token_ids=OTHER_TOKENS)),
+        # One block less than had stood on NVMe; one that was in memory; one more than came.
+        ("stood on NVMe", with_answer(4, kvtier_count=16 * 78, computed_count=1360 - 16 * 78,
+                                      tier_blocks={"nvme": 78})),
+        ("stood on NVMe", with_answer(4, tier_blocks={"nvme": 80, "dram": 1})),
+        ("stood on NVMe", with_answer(4, tier_blocks={"nvme": 82})),
+        ("stood on NVMe", with_warm(standing_count=0)),
+        ("first token is at most 0.5", with_answer(4, ttft_seconds=1.61)),
+        ("first token is at most 0.5", with_answer(4, without=True, engine_cache_count=1280,
+                                                   computed_count=80)),
+        ("offloaded before the kill", with_warm(bytes=ByteCheck(79, 78))),
+        ("offloaded before the kill", with_warm(bytes=ByteCheck(78, 78))),
+        ("tokens of a cold prefill", with_answer(4, token_ids=OTHER_TOKENS)),
+        ("tokens of a cold prefill", with_warm(parting_from_cold=Parting(5, LOGIT_GAP_MAX))),
     ],
 )  # fmt: skip
 def test_false_number_makes_its_claim_false(word: str, change: Change) -> None:
@@ -166,19 +195,20 @@ def test_table_shows_where_the_prompt_came_from_and_what_it_saved() -> None:
     assert words[:5] == ["3", "B", "1,240", "0", "1,216"]
     assert words[6:10] == ["0.30", "s", "5.6", "GB/s"]
     assert words[-2:] == ["10.3", "x"]
-    assert "all 9 claims hold" in rows[-1]
+    assert "all 13 claims hold" in rows[-1]
 
 
 def test_table_marks_a_false_claim() -> None:
     report = replace(good_report(), document_token_count=10)
     text = render(report, claims_of(report), Style())
     assert " NO the document has" in text
-    assert "1 of 9 claims are FALSE" in text
+    assert "1 of 13 claims are FALSE" in text
 
 
 def test_report_is_json_with_the_derived_figures() -> None:
     facts = json.loads(json.dumps(as_json(good_report())))
     assert facts["restart_ttft_ratio"] == pytest.approx(0.3 / 3.1)
+    assert facts["warm_ttft_ratio"] == pytest.approx(0.6 / 3.2)
     assert facts["turns"][2]["with_kvtier"]["kvtier_count"] == 1216
 
 
@@ -193,7 +223,9 @@ def test_next_turn_begins_exactly_where_the_answer_ended() -> None:
 
 def test_handbook_answers_the_questions_it_is_asked() -> None:
     assert len(HANDBOOK.split()) > 800
-    assert len(QUESTIONS) == 4
+    assert len(QUESTIONS) == 5
+    assert "brass key" in QUESTIONS[4]
+    assert "carries the brass key" in " ".join(HANDBOOK.split())
     assert "station manager is Ingrid Vale" in " ".join(HANDBOOK.split())
 
 

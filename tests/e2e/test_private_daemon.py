@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli.private_daemon import DIRECTORY, private_daemon
+
 pytestmark = pytest.mark.slow
 
 STARTER = """
@@ -59,3 +61,22 @@ def test_daemon_ends_with_the_process_that_started_it(signum: signal.Signals) ->
         if not is_gone(pid):
             os.kill(pid, signal.SIGKILL)
         subprocess.run(["rm", "-rf", directory])
+
+
+def test_daemon_that_was_killed_starts_again_on_what_it_left() -> None:
+    options = {"dram.bytes": "8MiB", "dram.slab_bytes": "2MiB"}
+    options |= {"nvme.paths": f"{DIRECTORY}/nvme", "nvme.bytes": "512MiB"}
+    with private_daemon(options) as daemon:
+        directory, first = daemon.socket.parent, daemon.pid
+        made = (directory / "nvme").stat()
+        assert made.st_size >= 512 << 20
+        daemon.kill()
+        assert is_gone(first)
+        daemon.kill()
+        daemon.start()
+        assert not is_gone(daemon.pid)
+        assert daemon.pid != first
+        assert (directory / "nvme").stat().st_ino == made.st_ino
+        last = daemon.pid
+    assert is_gone(last)
+    assert not directory.exists()

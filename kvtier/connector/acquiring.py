@@ -30,6 +30,7 @@ class Acquirer:
             failed_seconds=settings.failed_seconds, count_max=settings.failed_hashes_max
         )
         self.open_count = 0  # Acquires under way plus leases held.
+        self.open_blocks = 0  # What these pin, or may come to pin.
         self.waiting_count = 0  # Acquires under way that wait for promotion.
 
     def wait_seconds(self, request: Request) -> float:
@@ -45,10 +46,19 @@ class Acquirer:
         left_seconds = self.wait_seconds(request) - self._desk.settings.onboard_wait_seconds
         return request.first_attempt_at + left_seconds
 
+    def has_place(self, request: Request) -> bool:
+        """Whether one more lease, of what may be found for this request, is within the limits."""
+        settings = self._desk.settings
+        if self.open_count == 0:
+            return True
+        blocks = self.open_blocks + _expected_count(request)
+        is_few = self.open_count < settings.acquires_in_flight_max
+        return is_few and blocks <= settings.leased_blocks_max
+
     def ask_in_turn(self, request: Request, now: float) -> None:
         """Acquire, if there is a place for it."""
         settings = self._desk.settings
-        if self.open_count >= settings.acquires_in_flight_max:
+        if not self.has_place(request):
             return
         if now >= (wait_until := self._wait_until(request)):
             self._ask_acquire(request, now, None)  # Nothing to wait for, or no time left for it.
@@ -70,7 +80,9 @@ class Acquirer:
         if not ask(call, on_answer):
             request.phase = OnboardPhase.OVER  # Closed.
             return
+        attempt.block_count = _expected_count(request)
         self.open_count += 1
+        self.open_blocks += attempt.block_count
         if wait_until is not None:
             self.waiting_count += 1
             desk.stats.waiting_acquires += 1
@@ -91,10 +103,12 @@ class Acquirer:
         if attempt.wait_until is not None:
             self.waiting_count -= 1
         if lease is None or lease.lease_id is None:
-            self.open_count -= 1
+            self._leave(attempt)
         else:
             attempt.lease = lease
             attempt.leased_count = min(attempt.asked_count, lease.leased_count)
+            self.open_blocks += attempt.leased_count - attempt.block_count
+            attempt.block_count = attempt.leased_count
         if attempt.is_abandoned:
             if attempt.lease is not None:
                 self.release(attempt)
@@ -163,5 +177,16 @@ class Acquirer:
     def release(self, attempt: Attempt) -> None:
         lease, attempt.lease = attempt.lease, None
         assert lease is not None, "a lease is released twice"
-        self.open_count -= 1
+        self._leave(attempt)
         self._desk.release(lease)
+
+    def _leave(self, attempt: Attempt) -> None:
+        self.open_count -= 1
+        self.open_blocks -= attempt.block_count
+
+
+def _expected_count(request: Request) -> int:
+    """Blocks that a lease for it would pin, as far as is known."""
+    if request.residency is Residency.KNOWN:
+        return min(len(request.prompt), request.matched_count)
+    return len(request.prompt)

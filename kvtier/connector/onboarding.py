@@ -41,13 +41,16 @@ class Onboarder:
         request.local_block_count = local_block_count
         rest_count = len(request.prompt) - local_block_count
         if rest_count < desk.settings.onboard_blocks_min:
-            self._acquirer.give_up(request)
+            self.restart(request)  # The engine may lose what it has while the request waits.
             return 0
-        if request.first_attempt_at is None:
-            request.first_attempt_at = now
         if not request.is_counted:
             request.is_counted = True
             desk.stats.asked_blocks += rest_count
+        is_waiting = request.phase is OnboardPhase.WAITING
+        if is_waiting and not (self._acquirer.has_place(request) or self._is_miss(request, now)):
+            return self._wait_turn(request, now)
+        if request.first_attempt_at is None:
+            request.first_attempt_at = now
         if request.phase is OnboardPhase.LEASED:
             if (leased := self._leased_count(request, local_block_count)) is not None:
                 return leased
@@ -145,7 +148,7 @@ class Onboarder:
         """The request begins again at token 0, in this life of the namespace."""
         self._acquirer.give_up(request)
         request.phase = OnboardPhase.WAITING
-        request.first_attempt_at = None
+        request.first_attempt_at = request.turn_since = None
         request.lower_end = 0
 
     def reset(self, requests: Sequence[Request]) -> None:
@@ -157,6 +160,17 @@ class Onboarder:
         for request in requests:
             if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
                 self.restart(request)
+
+    def _wait_turn(self, request: Request, now: float) -> int | None:
+        """Leases of other requests are at their limits; they end as these are loaded."""
+        request.first_attempt_at = None
+        if request.turn_since is None:
+            request.turn_since = now
+        if now - request.turn_since < self._desk.settings.turn_wait_seconds:
+            return None
+        self._desk.stats.deadline_missed_requests += 1
+        self._acquirer.give_up(request)
+        return 0
 
     def _is_miss(self, request: Request, now: float) -> bool:
         if request.residency is not Residency.KNOWN:

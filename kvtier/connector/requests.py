@@ -43,6 +43,7 @@ class Attempt:
     tiers: Sequence[tuple[TierName, int]] = ()  # Where the leased blocks were, in chain order.
     leased_count: int = 0  # Blocks from the first one on, never more than asked for.
     is_abandoned: bool = False
+    block_count: int = 0  # Blocks it pins, or may come to pin.
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +54,7 @@ class Request:
     prompt: Sequence[bytes]
     phase: OnboardPhase = OnboardPhase.WAITING
     first_attempt_at: float | None = None
+    turn_since: float | None = None  # Waits for others' leases to end.
     is_counted: bool = False
     local_block_count: int = 0
     attempt: Attempt | None = None

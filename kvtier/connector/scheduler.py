@@ -22,11 +22,12 @@ from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
 from kvtier.connector.offloading import Offloader
 from kvtier.connector.onboarding import Onboarder
 from kvtier.connector.promises import Promises
-from kvtier.connector.requests import Request
+from kvtier.connector.requests import OnboardFlight, Request
 from kvtier.connector.residency import KnownResident
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stats import ConnectorStats
 from kvtier.namespace import NamespaceSpec
+from kvtier.types import TierName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -271,6 +272,12 @@ class SchedulerConnector:
         if desk.onboarded or desk.failed or desk.released or len(offloader.lingering):
             return True
         return bool(self._onboarder.flights or offloader.flights or len(offloader.moving))
+
+    def onboard_sources(self, request_id: str) -> tuple[tuple[TierName, int], ...]:
+        """The tiers that the blocks being onboarded for the request came from; () if none are."""
+        request = self._requests.get(request_id)
+        flights = () if request is None else request.flights.values()
+        return next((f.sources for f in flights if isinstance(f, OnboardFlight)), ())
 
     @property
     def is_disabled(self) -> bool:

@@ -19,6 +19,12 @@ class ConnectorSettings:
     # Acquires under way plus leases held. A thousand waiting requests must not pin the pool, and
     # the daemon allows 256 leases a session.
     acquires_in_flight_max: int = 64
+    # The blocks that these may pin at once; one lease may always be held. An engine that knows how
+    # many device blocks it has sets this to their number: it cannot load more.
+    leased_blocks_max: int = 65_536
+    # How long a request may wait for its turn where these limits are reached. Its time to wait for
+    # an answer begins after it: others are being loaded meanwhile, so the daemon is well.
+    turn_wait_seconds: float = 2.0
     # Where blocks lie on NVMe only, a request may wait longer: by twice the time that reading them
     # takes at this rate, because others read as well, and never longer than the maximum in all. A
     # maximum of 0 onboards only what is in memory already.
@@ -77,8 +83,8 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         at_least_one = (
-            "onboard_blocks_min", "acquires_in_flight_max", "waiting_acquires_max",
-            "matches_queued_max",
+            "onboard_blocks_min", "acquires_in_flight_max", "leased_blocks_max",
+            "waiting_acquires_max", "matches_queued_max",
             "failed_hashes_max", "resident_hashes_max", "stock_blocks", "stock_blocks_max",
             "offload_blocks_max", "offload_blocks_per_plan", "worker_count",
             "answers_per_hook_max", "offload_slice_blocks",
@@ -87,7 +93,8 @@ class ConnectorSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         not_negative = (
-            "onboard_wait_seconds", "nvme_wait_seconds_max", "failed_seconds", "rematches_max",
+            "onboard_wait_seconds", "turn_wait_seconds", "nvme_wait_seconds_max",
+            "failed_seconds", "rematches_max",
             "verify_one_in", "lease_slack_seconds", "match_fresh_seconds", "close_seconds",
             "reserve_retry_seconds", "recall_pause_seconds", "finish_wait_seconds",
             "lingering_requests_max", "lingering_blocks_max",

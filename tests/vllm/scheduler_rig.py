@@ -149,7 +149,7 @@ class SchedulerRig:
         self.core = SchedulerConnector(
             self.client,
             self.spec,
-            settings=self.settings,
+            settings=replace(self.settings, leased_blocks_max=self.device_block_count),
             clock=self.clock,
             control=self.control,
         )

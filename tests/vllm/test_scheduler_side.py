@@ -203,3 +203,31 @@ def test_reset_succeeds_right_after_a_request_and_opens_another_namespace(
     assert rig.core.stats().onboarded_blocks == 0
     rig.check_nothing_left()
     assert rig.side._spec.weights.startswith("v1 reset ")
+
+
+def test_preempted_request_comes_back_with_what_it_had_offloaded(tiny_llama: Path) -> None:
+    rig = SchedulerRig(tiny_llama, device_block_count=14)
+    requests = [rig.add(f"r{n}", prompt_of(60, seed=n), tokens=80) for n in range(3)]
+    rig.run()
+    assert sum(r.num_preemptions for r in requests) > 0
+    assert rig.core.stats().onboarded_blocks > 0
+    rig.check_nothing_left()
+
+
+def test_thousand_waiting_requests_pin_less_than_half_the_pool(tiny_llama: Path) -> None:
+    rig = SchedulerRig(tiny_llama, slot_count=128, scheduling={"max_num_seqs": 2})
+    for number in range(10):
+        rig.add(f"store{number}", prompt_of(160, seed=number), tokens=1)
+    rig.run()
+    rig.restart()
+    for number in range(1000):
+        rig.add(f"r{number}", prompt_of(160, seed=number % 10), tokens=1)
+    pinned = 0
+    for _ in range(60):
+        rig.step(copies=False)
+        pinned = max(pinned, len({s for slots in rig.client.leases.values() for s in slots}))
+    assert 0 < pinned <= rig.slot_count // 2
+    rig.run(limit=5000)
+    rig.check_nothing_left()
+    # Nobody's turn was so long in coming that it computed what was there.
+    assert rig.core.stats().deadline_missed_requests == 0

@@ -125,6 +125,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.on_allocated(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        assert self._scheduler is not None
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: Any) -> StepOrder:
         assert self._scheduler is not None
         return self._scheduler.build_order(scheduler_output)

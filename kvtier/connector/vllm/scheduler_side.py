@@ -24,7 +24,7 @@ from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import Options
 from kvtier.connector.vllm.reuse import ReuseWatch
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import Role
+from kvtier.types import Role, TierName
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
         self._vllm_config = vllm_config
+        # More than the device blocks hold cannot be loaded at once.
+        settings = options.settings
+        room = min(settings.leased_blocks_max, max(1, int(kv_cache_config.num_blocks)))
+        self._settings = replace(settings, leased_blocks_max=room)
         self._options = options
         self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         transfer = vllm_config.kv_transfer_config
@@ -81,7 +85,7 @@ class SchedulerSide:
             role=Role.SCHEDULER,
             name="vllm scheduler",
         )
-        core = SchedulerConnector(client, specs[0], settings=self._options.settings)
+        core = SchedulerConnector(client, specs[0], settings=self._settings)
         self.begin(core, client, specs[0])
 
     def begin(self, core: SchedulerConnector, client: Any, spec: NamespaceSpec) -> None:
@@ -156,6 +160,21 @@ class SchedulerSide:
         self._loading[request.request_id] = self._untold[request.request_id] = loaded
         self._meter.note_allocated(request.request_id, external_tokens)
         core.on_allocated(request.request_id, loaded, len(loaded))
+
+    def hit_sources(self, request: Any, external_tokens: int) -> dict[Any, int]:
+        """Where the tokens just promised come from; called after `on_allocated`."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        if self._core is None or external_tokens <= 0:
+            return {}
+        sources: dict[Any, int] = {}
+        for tier, count in self._core.onboard_sources(request.request_id):
+            name = CacheHitSource.DISK if tier is TierName.NVME else CacheHitSource.HOST
+            sources[name] = sources.get(name, 0) + count * self._block_tokens
+        left = external_tokens - sum(sources.values())
+        if left > 0:  # A load that could not be planned: vLLM will hear that it failed.
+            sources[CacheHitSource.HOST] = sources.get(CacheHitSource.HOST, 0) + left
+        return sources
 
     def on_finished(self, request: Any, device_blocks: Sequence[int]) -> None:
         """`device_blocks` are vLLM's to give away from now on."""

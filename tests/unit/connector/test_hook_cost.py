@@ -66,7 +66,10 @@ def test_hooks_of_a_request_that_waits_take_no_longer() -> None:
     clock, control = SystemClock(), SteppedControl()
     client = FakeClient(clock, slot_count=BLOCK_COUNT + 1024, shard_bytes=SHARD_BYTES)
     settings = ConnectorSettings(
-        nvme_bytes_per_second=1.0, nvme_wait_seconds_max=60.0, waiting_acquires_max=ROUND_COUNT
+        nvme_bytes_per_second=1.0,
+        nvme_wait_seconds_max=60.0,
+        waiting_acquires_max=ROUND_COUNT,
+        leased_blocks_max=ROUND_COUNT * BLOCK_COUNT,
     )
     connector = SchedulerConnector(
         client, spec_of(), settings=settings, clock=clock, control=control

@@ -1,0 +1,86 @@
+"""How many leases an engine holds at once, and what becomes of those whose turn has not come."""
+
+from __future__ import annotations
+
+from kvtier.connector.settings import ConnectorSettings
+from tests.support.connector_rig import Rig, numbered_chain
+
+BLOCK_COUNT = 8
+
+
+def rig_of(**settings: float) -> Rig:
+    rig = Rig(slot_count=256, settings=ConnectorSettings(stock_blocks=16, **settings))  # type: ignore[arg-type]
+    rig.offload("stored", numbered_chain(BLOCK_COUNT))
+    return rig
+
+
+def ask(rig: Rig, names: list[str]) -> list[int | None]:
+    return [rig.scheduler.get_onboard_count(name, 0) for name in names]
+
+
+def begin_many(rig: Rig, count: int) -> list[str]:
+    names = [f"r{index}" for index in range(count)]
+    for name in names:
+        rig.scheduler.on_new_request(name, numbered_chain(BLOCK_COUNT))
+    rig.answer()
+    return names
+
+
+def test_leases_together_pin_no_more_than_their_limit() -> None:
+    rig = rig_of(leased_blocks_max=2 * BLOCK_COUNT)
+    names = begin_many(rig, 5)
+    ask(rig, names)
+    rig.answer()
+    assert ask(rig, names) == [BLOCK_COUNT, BLOCK_COUNT, None, None, None]
+    assert rig.scheduler.lease_count == 2
+
+
+def test_one_lease_may_be_larger_than_the_limit() -> None:
+    rig = rig_of(leased_blocks_max=1)
+    names = begin_many(rig, 2)
+    ask(rig, names)
+    rig.answer()
+    assert ask(rig, names) == [BLOCK_COUNT, None]
+
+
+def test_request_waits_for_its_turn_longer_than_for_an_answer() -> None:
+    rig = rig_of(acquires_in_flight_max=1, onboard_wait_seconds=0.05, turn_wait_seconds=2.0)
+    names = begin_many(rig, 2)
+    ask(rig, names)
+    rig.answer()
+    assert ask(rig, names) == [BLOCK_COUNT, None]
+    rig.clock.advance(1.0)
+    assert ask(rig, names) == [BLOCK_COUNT, None]
+    rig.scheduler.request_finished("r0")
+    assert ask(rig, ["r1"]) == [None]
+    rig.answer()
+    assert ask(rig, ["r1"]) == [BLOCK_COUNT]
+    assert rig.scheduler.stats().deadline_missed_requests == 0
+
+
+def test_turn_that_does_not_come_is_a_miss() -> None:
+    rig = rig_of(acquires_in_flight_max=1, turn_wait_seconds=2.0)
+    names = begin_many(rig, 2)
+    ask(rig, names)
+    rig.answer()
+    assert ask(rig, names) == [BLOCK_COUNT, None]
+    rig.clock.advance(2.1)
+    assert ask(rig, ["r1"]) == [0]
+    assert rig.scheduler.stats().deadline_missed_requests == 1
+
+
+def test_own_cache_that_covered_all_and_was_evicted_is_made_up_for() -> None:
+    rig = rig_of()
+    rig.scheduler.on_new_request("r", numbered_chain(BLOCK_COUNT))
+    rig.answer()
+    assert rig.scheduler.get_onboard_count("r", BLOCK_COUNT) == 0
+    assert rig.scheduler.get_onboard_count("r", 0) is None
+    rig.answer()
+    assert rig.scheduler.get_onboard_count("r", 0) == BLOCK_COUNT
+
+
+def test_what_is_being_onboarded_is_told_by_tier() -> None:
+    rig = rig_of()
+    assert rig.scheduler.onboard_sources("nobody") == ()
+    rig.onboard("r", numbered_chain(BLOCK_COUNT), 20)
+    assert rig.scheduler.onboard_sources("r") == (("dram", BLOCK_COUNT),)

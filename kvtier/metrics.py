@@ -54,6 +54,7 @@ LIMITS = [
 SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]
 SESSION_STATES = ["live", "lost", "ended", "dead"]
 BLOCK_CALLS = ("match", "acquire", "get")
+ACQUIRE_WAITS = ("no", "yes")
 DIRECTIONS = ("put", "get")
 TRANSFERS = ("demote", "promote")
 TRANSFER_OUTCOMES = ("done", "corrupt", "failed", "refused")
@@ -178,6 +179,18 @@ class Metrics:
             {"method": METHODS},
         )
         self.call_seconds = {method: seconds.labels(method) for method in METHODS}
+        acquire_seconds = self._histogram(
+            "kvtier_acquire_seconds",
+            "Of these, Acquire: answered from what is in memory, or after a wait for more of it.",
+            {"waited": ACQUIRE_WAITS},
+        )
+        self.acquire_seconds = {one: acquire_seconds.labels(one) for one in ACQUIRE_WAITS}
+        self.loop_lag_seconds = self._histogram(
+            "kvtier_loop_lag_seconds",
+            "How late the event loop is, ten times a second: what a call waits for before the "
+            "daemon looks at it.",
+            {},
+        )
         self.slice_seconds = self._histogram(
             "kvtier_core_slice_seconds", "Time one slice of the core held the event loop.", {}
         )
@@ -251,6 +264,12 @@ class Metrics:
         self.demote_waiting_blocks = self._gauge(
             "kvtier_demote_waiting_blocks", "Blocks that may go down and have not begun to.", {}
         )
+        self.nvme_unwritten_bytes = self._gauge(
+            "kvtier_nvme_unwritten_table_bytes",
+            "Of the slot table, newer in memory than on the disk: a kill now would lose blocks "
+            "that went down since (nvme.table_seconds).",
+            {},
+        )
 
     def _declare_nvme(self) -> None:
         self.nvme_state = self._gauge(
@@ -267,12 +286,6 @@ class Metrics:
         )
         self.nvme_queue_transfers = self._gauge(
             "kvtier_nvme_queue_transfers", "Reads and writes that wait for a thread.", {}
-        )
-        self.nvme_table_pages = self._gauge(
-            "kvtier_nvme_table_pages",
-            "Pages of the slot table that are newer in memory than on the disk: a kill now would "
-            "lose blocks that went down since (nvme.table_seconds).",
-            {},
         )
         self.nvme_segments = self._gauge(
             "kvtier_nvme_segments", "Segments by state.", {"state": ("free", "bound")}

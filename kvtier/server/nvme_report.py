@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.core.stats import NvmeCounts
+from kvtier.layout import PAD_BYTES
 from kvtier.metrics import NVME_STATES, TRANSFERS
 from kvtier.server.base import Base
 from kvtier.server.nvme import NvmeKeeper
@@ -31,7 +32,7 @@ class NvmeReport:
         metrics.tier_budget_bytes.labels(NVME).set(keeper.capacity_bytes)
         metrics.tier_populated_bytes.labels(NVME).set(keeper.capacity_bytes)
         metrics.nvme_queue_transfers.set(keeper.queued_count)
-        metrics.nvme_table_pages.set(keeper.dirty_page_count)
+        metrics.nvme_unwritten_bytes.set(keeper.dirty_page_count * PAD_BYTES)
         for direction in TRANSFERS:
             metrics.transfer_blocks.labels(direction).set(keeper.block_counts[direction])
         metrics.nvme_recovered_blocks.set(keeper.recovered_count)

@@ -92,7 +92,7 @@ def test_segments_and_blocks_add_up_and_a_budget_that_is_overdrawn_is_none() -> 
     assert found['kvtier_nvme_segments{state="bound"}'] == 6
     assert found['kvtier_tier_blocks{tier="nvme"}'] == 600
     assert found['kvtier_tier_slots{state="reserved",tier="nvme"}'] == 5
-    assert found["kvtier_nvme_table_pages"] == 7
+    assert found["kvtier_nvme_unwritten_table_bytes"] == 7 * 4096
     assert found["kvtier_nvme_write_budget_bytes"] == 0
     assert found["kvtier_nvme_dropped_blocks_total"] == 90
     assert found["kvtier_nvme_reused_segments_total"] == 2

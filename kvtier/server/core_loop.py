@@ -20,6 +20,7 @@ from kvtier.core.instructions import Continue, Instruction, LeasePending, Reply
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
 from kvtier.metrics import Metrics
+from kvtier.server.lag import watch_lag
 from kvtier.types import NamespaceId, PrefixMatch
 
 TICK_SECONDS_MAX = 1.0
@@ -69,6 +70,7 @@ class CoreLoop:
         self._tasks = tasks
         self._effects = effects
         tasks.create_task(self._tick_forever(), name="tick")
+        tasks.create_task(watch_lag(self._clock, self._metrics), name="lag")
         tasks.create_task(self.wait_failed(), name="failure")
 
     async def run(

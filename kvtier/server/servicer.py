@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -131,7 +130,13 @@ class EngineCalls:
         if request.skip_count > len(hashes):
             raise BadRequest(f"skip_count is {request.skip_count} of {len(hashes)} hashes")
         deadline, now = request.deadline_ns / 1e9, self._clock.now()
-        granted = None
+        granted, waited = None, "no"
+
+        async def tell_pending(reply: ins.LeasePending) -> None:
+            nonlocal waited
+            waited = "yes"
+            await _send_pending(send, reply)
+
         if deadline > now:
             event = ev.Acquire(
                 session=caller.session,
@@ -141,7 +146,8 @@ class EngineCalls:
                 skip_count=request.skip_count,
                 wait_until=self._wait_until(request.wait_ms, now, deadline),
             )
-            granted = await self._leasing.acquire(event, partial(_send_pending, send))
+            granted = await self._leasing.acquire(event, tell_pending)
+        self._metrics.acquire_seconds[waited].observe(self._clock.now() - now)
         if granted is None:
             self._note_acquire(len(hashes), Cut.DEADLINE, ())
             await send(self._late(namespace, request))

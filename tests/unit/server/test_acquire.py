@@ -108,7 +108,22 @@ def test_pending_comes_before_ready_and_blocks_are_counted_once(tmp_path: Path) 
         assert samples['kvtier_hit_blocks_total{call="acquire",tier="nvme"}'] == 2
         assert samples['kvtier_miss_blocks_total{call="acquire"}'] == 1
         assert samples['kvtier_acquire_cuts_total{cut="miss"}'] == 1
+        assert samples['kvtier_acquire_seconds_count{waited="yes"}'] == 1
         assert rig.manager.of(ev.Release) == []
+
+    asyncio.run(test())
+
+
+def test_answer_from_memory_is_timed_apart_from_waits(tmp_path: Path) -> None:
+    async def test() -> None:
+        rig = Rig(tmp_path)
+        request = await rig.request(wait_ms=2000)
+        rig.manager.answer = lambda _: [GRANTED]
+        [ready] = await sent_by(rig, request)
+        assert ready.ready.leased_count == 3
+        samples = rig.base.metrics.samples()
+        assert samples['kvtier_acquire_seconds_count{waited="no"}'] == 1
+        assert samples['kvtier_acquire_seconds_count{waited="yes"}'] == 0
 
     asyncio.run(test())
 

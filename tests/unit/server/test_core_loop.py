@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from kvtier.core.stats import ManagerStats
 from kvtier.errors import BadRequest
 from kvtier.metrics import Metrics
 from kvtier.server.core_loop import TICK_SECONDS_MAX, CoreLoop
+from kvtier.server.lag import SAMPLE_SECONDS, watch_lag
 from kvtier.types import LeaseId, NamespaceId, PrefixMatch, SessionId
 from tests.support.clock import ManualClock
 from tests.support.recording_core import RecordingManager
@@ -172,3 +174,20 @@ def test_wait_that_begins_between_two_ticks_ends_when_it_should() -> None:
     (failure,) = caught.value.exceptions
     if not isinstance(failure, Done):
         raise failure
+
+
+@pytest.mark.slow
+def test_loop_that_is_held_up_is_late_by_so_much() -> None:
+    metrics = Metrics()
+
+    async def body() -> None:
+        task = asyncio.create_task(watch_lag(SystemClock(), metrics))
+        await asyncio.sleep(0)
+        time.sleep(SAMPLE_SECONDS + 0.06)  # noqa: ASYNC251  # What no handler may do.
+        await asyncio.sleep(SAMPLE_SECONDS / 2)
+        task.cancel()
+
+    asyncio.run(body())
+    samples = metrics.samples()
+    assert samples["kvtier_loop_lag_seconds_count"] == 1
+    assert samples["kvtier_loop_lag_seconds_sum"] >= 0.05

@@ -23,7 +23,7 @@ REFUSED = 255
 """In the place of the status: nothing was run."""
 
 LANE_CALLS = ("Match", "Acquire", "Release", "Reserve", "Commit", "Abort")
-"""Index: the call number. Only appended to. Acquire passes by the lane only with wait_ms 0."""
+"""Index: the call number. Only appended to. An Acquire has one answer here, the final one."""
 
 
 def pack(number: int, payload: bytes) -> bytes:

@@ -12,7 +12,8 @@ from kvtier.core import instructions as ins
 from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
 from kvtier.core.replica import Places, ReplicaState
-from kvtier.core.residency import CommittedSlice, Residency, runs_of
+from kvtier.core.residency import CommittedSlice, Residency
+from kvtier.core.runs import runs_of
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
 from kvtier.errors import BadRequest, NotReserved
@@ -118,10 +119,7 @@ class Committing:
         if not len(slots):
             return []
         self._note_summed(residency, places[ready])
-        return [
-            ins.WriteChecksums(event.namespace, slots, event.checksums[ready]),
-            *self._demotions.pump(now),
-        ]
+        return [ins.WriteChecksums(event.namespace, slots, event.checksums[ready])]
 
     def _note_summed(self, residency: Residency, places: Places) -> None:
         residency.tier.summed[places] = True

@@ -23,8 +23,9 @@ from kvtier.core import instructions as ins
 from kvtier.core.index import NOBODY, PrefixIndex, RowFlag, Rows
 from kvtier.core.nvme_tier import NvmeTier
 from kvtier.core.replica import ReplicaState
-from kvtier.core.residency import Residency, runs_of
+from kvtier.core.residency import Residency
 from kvtier.core.retiring import Retiring
+from kvtier.core.runs import runs_of
 from kvtier.core.settings import NvmeSettings
 from kvtier.core.write_budget import WriteBudget
 from kvtier.types import BlockHash, NamespaceId, TierName
@@ -74,6 +75,24 @@ class Demotions:
     def under_way_count(self) -> int:
         return len(self._under_way)
 
+    def check_invariants(self) -> list[str]:
+        if not self._nvme.is_open:
+            return []
+        found = []
+        if self._nvme.book.reserved_count != len(self._under_way):
+            found.append("NVMe slots are reserved for nothing")
+        if self.under_way_bytes < 0 or (not self._under_way and self.under_way_bytes):
+            found.append("bytes are demoted of no block")
+        for namespace, residency in self._namespaces.items():
+            index = residency.index
+            if residency.sweep_pending:
+                continue
+            mine = {one.row for one in self._under_way.values() if one.index is index}
+            rows = np.fromiter(index.row_of.rows(), np.int32, len(index.row_of))
+            if not mine.issuperset(rows[(index.flags[rows] & RowFlag.DEMOTING) != 0].tolist()):
+                found.append(f"namespace {namespace}: a block is called DEMOTING for ever")
+        return found
+
     # ----------------------------------------------------------------------------------- asking
 
     def note_use(self, residency: Residency, rows: Rows) -> None:
@@ -105,6 +124,8 @@ class Demotions:
         rows: Rows,
     ) -> None:
         index, tier = residency.index, residency.tier
+        if not self._nvme.has_room_for(residency):
+            return
         places = index.place[rows]
         fresh = (index.nvme_slot[rows] == NOBODY) & tier.is_ready(places) & tier.summed[places]
         fresh &= (index.flags[rows] & (flag | RowFlag.DEMOTING)) == 0
@@ -129,7 +150,10 @@ class Demotions:
         if not self._nvme.is_writable:
             return found
         self.budget.tell(now)
-        while self.under_way_bytes < self._settings.transfer_bytes_max:
+        while (
+            self.under_way_bytes < self._settings.transfer_bytes_max
+            and self.under_way_count < self._settings.transfer_blocks_max
+        ):
             begun = self._begin_again() or self._begin_next(now)
             if not begun:
                 break
@@ -142,7 +166,9 @@ class Demotions:
         if batch is None:
             return []
         residency, rows = batch
-        return self._begin(residency, rows, free_kept_count=0)[0]
+        found, begun_count = self._begin(residency, rows, free_kept_count=0)
+        self.retiring.note_begun(residency, rows, begun_count)
+        return found
 
     def _begin_next(self, now: float) -> list[ins.Instruction]:
         if not self.budget.may_write():
@@ -173,11 +199,8 @@ class Demotions:
         namespace = queue[0][0]
         residency = self._namespaces[namespace]
         index = residency.index
-        count_max = self._settings.batch_blocks
-        if residency.facts.fingerprint:
-            count_max = min(
-                count_max, max(1, self._settings.batch_bytes // residency.facts.layout.slot_bytes)
-            )
+        batch_bytes, slot_bytes = self._settings.batch_bytes, residency.facts.layout.slot_bytes
+        count_max = max(1, min(self._settings.batch_blocks, batch_bytes // slot_bytes))
         rows: list[int] = []
         looked_count = 0
         while queue and queue[0][0] == namespace and len(rows) < count_max:
@@ -232,9 +255,6 @@ class Demotions:
         """Begin to demote the first of these blocks, for which there are slots; how many."""
         facts, book = residency.facts, self._nvme.book
         found: list[ins.Instruction] = []
-        if not facts.fingerprint or book.slot_count(facts.layout) == 0:
-            residency.index.flags[rows] &= ~RowFlag.DEMOTING
-            return [], len(rows)  # A block larger than a segment stays in memory.
         reserved = book.reserve(
             facts.fingerprint,
             facts.layout,
@@ -286,7 +306,7 @@ class Demotions:
         if hashes:
             found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
         tier.unpin_transfer(places)
-        return [*found, *self.pump(now)]
+        return found
 
     def _end(self, residency: Residency, slot: int) -> int:
         """The row of the block that was being written to this slot; NOBODY if it is gone."""
@@ -294,14 +314,15 @@ class Demotions:
         if one.index is not residency.index or one.index.hash_of[one.row] is not one.block:
             return NOBODY  # Cleared, or gone and its row perhaps another's.
         one.index.flags[one.row] &= ~RowFlag.DEMOTING
-        return one.row if one.index.has_row(one.row) else NOBODY
+        return one.row if one.index.is_whole(one.row) else NOBODY
 
     def _commit(
         self, residency: Residency, rows: Rows, event: ev.Demoted, done: np.ndarray
     ) -> list[ins.Instruction]:
         slots = event.nvme_slots[done]
         hashes, parents = residency.named(rows)
-        self._nvme.commit(residency, rows, slots)
+        fresh = residency.index.nvme_slot[rows] == NOBODY  # The others go again.
+        left = self._nvme.commit(residency, rows, slots)
         sequence = self._nvme.book.take_sequences(len(slots))
         self.demoted_count += len(slots)
         self.written_bytes += len(slots) * residency.facts.layout.slot_bytes
@@ -315,8 +336,9 @@ class Demotions:
                 epoch=residency.epoch,
                 sequence=sequence,
             ),
+            *left,
             *(
                 ins.BlocksStored(event.namespace, TierName.NVME, run, parent)
-                for run, parent in runs_of(hashes, parents)
+                for run, parent in runs_of(*residency.named(rows[fresh]))
             ),
         ]

@@ -29,6 +29,8 @@ from kvtier.types import BlockHash, Cut, EngineId, LeaseId, NamespaceId, TierNam
 
 Mask = npt.NDArray[np.bool_]
 
+_SETTLED_PART = 256
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -39,6 +41,8 @@ class _Pending:
     skip_count: int
     wait_until: float
     cut: Cut  # Should all of it come.
+    places: Places
+    settled_count: int = 0  # Of the leading ones, which need not be looked at again.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Granting:
         self._config = config
         self.leases = LeaseTable(margin_seconds=config.lease_margin_seconds)
         self._pending: dict[LeaseId, _Pending] = {}
+        self._has_unwanted = False  # Somebody does not wait any more for all that he asked for.
         self.is_draining = False
 
     # --------------------------------------------------------------------------------- acquire
@@ -102,7 +107,11 @@ class Granting:
                 is_promoting=sliced.is_promoting,
             )
             return [*sliced.instructions, ins.Continue(rest)]
-        pending = _Pending(lease, residency, event.skip_count, event.wait_until, sliced.cut)
+        # After its deadline the lease is of no use; and it would end before its wait.
+        wait_until = min(event.wait_until, event.deadline)
+        pending = _Pending(
+            lease, residency, event.skip_count, wait_until, sliced.cut, lease.all_places()
+        )
         return [*sliced.instructions, *self._answer(pending)]
 
     def _is_whole(self, lease: Lease, residency: Residency, skip_count: int) -> bool:
@@ -140,6 +149,8 @@ class Granting:
         now: float,
     ) -> _Found:
         """Pin blocks wherever they are, and have those promoted that are on NVMe only."""
+        # First of all, for it raises if the session has ended meanwhile.
+        self._shares.usable(event.session, event.namespace)
         part = part[: self._config.evict_slice_blocks]
         rows, cut = residency.straight_rows(part, after)
         skipped = max(0, event.skip_count - event.done_count)
@@ -154,12 +165,14 @@ class Granting:
         places = residency.index.place[rows]
         held = places[places >= 0]
         residency.tier.pin_for_lease(held)
+        self._promotions.hasten(residency, held)
         taken, instructions = self._promotions.ask(
             residency, rows[wanted], want=Want.LEASE, session=event.session, now=now
         )
         residency.tier.pin_for_lease(taken)
         if len(taken) < len(wanted):
-            stop, cut = int(wanted[len(taken)]), Cut.NO_SPACE
+            stop = int(wanted[len(taken)])
+            cut = Cut.NO_SPACE if self._promotions.is_possible else Cut.MISS
             self._unpin(residency, places[stop:])
             rows = rows[:stop]
         places = residency.index.place[rows]
@@ -170,6 +183,7 @@ class Granting:
             self._unpin(residency, places[count:])
             rows, places, cut = rows[:count], places[:count], Cut.UNMAPPED
         residency.touch(rows, now)
+        self._demotions.note_use(residency, rows)
         from_nvme = ~residency.tier.is_ready(places)
         instructions.extend(self._promotions.pump(now))
         return _Found(places, from_nvme, cut, is_promoting=True, instructions=instructions)
@@ -211,18 +225,17 @@ class Granting:
     # -------------------------------------------------------------------------------- granting
 
     def _answer(self, pending: _Pending) -> list[ins.Instruction]:
-        lease, residency = pending.lease, pending.residency
-        places = lease.all_places()
-        ready = _leading(_is_settled(residency, places, pending.skip_count))
-        if ready < len(places) and len(places) > pending.skip_count:
-            self._pending[lease.lease] = pending
-            return [ins.LeasePending(lease.lease, len(places), ready)]
-        return [self._grant(pending, len(places), pending.cut)]
+        lease, count = pending.lease.lease, len(pending.places)
+        ready = self._ready_count(pending)
+        if ready < count and count > pending.skip_count:
+            pending.settled_count = ready
+            self._pending[lease] = pending
+            return [ins.LeasePending(lease, count, ready)]
+        return [self._grant(pending, count, pending.cut)]
 
     def _grant(self, pending: _Pending, count: int, cut: Cut) -> ins.LeaseGranted:
         """Grant the first `count` blocks of the lease."""
-        lease, residency = pending.lease, pending.residency
-        places = lease.all_places()
+        lease, residency, places = pending.lease, pending.residency, pending.places
         if count <= pending.skip_count:
             self.end(lease.lease)
             none = np.zeros(0, dtype=np.uint32)
@@ -242,36 +255,50 @@ class Granting:
             tiers=tuple(one for one in tiers if one[1]),
         )
 
-    def grant_ended(self, residency: Residency) -> list[ins.Instruction]:
-        """Promotions of this namespace have ended: grant the leases that wait for no more."""
-        found: list[ins.Instruction] = []
-        for pending in list(self._pending.values()):
-            if pending.residency is not residency:
-                continue
-            places = pending.lease.all_places()
-            ready = _leading(_is_settled(residency, places, pending.skip_count))
-            coming = _leading(_is_coming(residency, places, pending.skip_count))
-            if ready >= coming:
-                cut = pending.cut if ready == len(places) else Cut.MISS
-                found.append(self._grant_pending(pending, ready, cut))
-        return found
+    def grant_ended(self) -> list[ins.Instruction]:
+        """Grant the leases that have nothing to wait for any more."""
+        return [
+            self._grant_pending(pending, Cut.MISS)
+            for pending in list(self._pending.values())
+            if not self._is_coming(pending)
+        ]
+
+    def _is_coming(self, pending: _Pending) -> bool:
+        """Whether the first block that is not there may still come. Called at every step, so it
+        looks at each block once."""
+        residency, places = pending.residency, pending.places
+        while pending.settled_count < len(places):  # Ends: goes on, or returns.
+            part = places[pending.settled_count :][:_SETTLED_PART]
+            ready = _leading(residency.tier.is_ready(part))
+            pending.settled_count += ready
+            if ready < len(part):
+                return bool(_is_coming(residency, part[ready : ready + 1], 0)[0])
+        return False
 
     def end_waits(self, now: float) -> list[ins.Instruction]:
         """Grant what is there to those who would wait no longer."""
-        found: list[ins.Instruction] = []
-        for pending in list(self._pending.values()):
-            if pending.wait_until <= now:
-                places = pending.lease.all_places()
-                ready = _leading(_is_settled(pending.residency, places, pending.skip_count))
-                cut = pending.cut if ready == len(places) else Cut.DEADLINE
-                found.append(self._grant_pending(pending, ready, cut))
-        if found:
-            found.extend(self._promotions.drop_unwanted())
-        return found
+        found: list[ins.Instruction] = [
+            self._grant_pending(pending, Cut.DEADLINE)
+            for pending in list(self._pending.values())
+            if pending.wait_until <= now
+        ]
+        return [*found, *self._drop_unwanted()]
 
-    def _grant_pending(self, pending: _Pending, count: int, cut: Cut) -> ins.LeaseReady:
+    def _grant_pending(self, pending: _Pending, cut: Cut) -> ins.LeaseReady:
+        """What is there; `cut` tells why that is not all of it, if so."""
         del self._pending[pending.lease.lease]
-        return ins.LeaseReady(pending.lease.lease, self._grant(pending, count, cut))
+        ready = self._ready_count(pending)
+        if ready < len(pending.places):
+            self._has_unwanted = True
+        else:
+            cut = pending.cut
+        return ins.LeaseReady(pending.lease.lease, self._grant(pending, ready, cut))
+
+    def _ready_count(self, pending: _Pending) -> int:
+        """The leading blocks that need not be waited for: READY, or the engine has them itself."""
+        ready = pending.residency.tier.is_ready(pending.places)
+        ready[: pending.skip_count] = True
+        return _leading(ready)
 
     def next_deadline(self) -> float | None:
         waits = min((one.wait_until for one in self._pending.values()), default=None)
@@ -290,7 +317,7 @@ class Granting:
             if found is not None and found.engine == engine:
                 count += 1
                 self.end(lease)
-        return [ins.LeasesEnded(count)]
+        return [*self._drop_unwanted(), ins.LeasesEnded(count)]
 
     def end(self, lease: LeaseId) -> None:
         ended = self.leases.end(lease)
@@ -306,8 +333,15 @@ class Granting:
             self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
-        self._pending.pop(lease.lease, None)
+        if self._pending.pop(lease.lease, None) is not None:
+            self._has_unwanted = True
         self._unpin(self._namespaces[lease.namespace], lease.all_places())
+
+    def _drop_unwanted(self) -> list[ins.Instruction]:
+        if not self._has_unwanted:
+            return []
+        self._has_unwanted = False
+        return self._promotions.drop_unwanted()
 
     def _unpin(self, residency: Residency, places: Places) -> None:
         residency.tier.unpin_lease(places[places >= 0])
@@ -316,13 +350,6 @@ class Granting:
 def no_lease(residency: Residency, event: ev.Acquire, cut: Cut) -> ins.LeaseGranted:
     none = np.zeros(0, dtype=np.uint32)
     return ins.LeaseGranted(None, 0, none, event.deadline, cut, residency.epoch, ())
-
-
-def _is_settled(residency: Residency, places: Places, skip_count: int) -> Mask:
-    """Where nothing has to be waited for: READY, or a block that the engine has itself."""
-    found = residency.tier.is_ready(places)
-    found[:skip_count] = True
-    return found
 
 
 def _is_coming(residency: Residency, places: Places, skip_count: int) -> Mask:

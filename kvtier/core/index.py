@@ -87,6 +87,12 @@ class PrefixIndex:
         block = self.hash_of[row]
         return block is not None and self.row_of.get(block) == row
 
+    def is_whole(self, row: int) -> bool:
+        """Whether the block in this row is resident and its parent too. What lies below a doomed
+        block is not, sooner or later; whoever would give it another replica need not."""
+        parent = int(self.parent[row])
+        return self.has_row(row) and (parent == NOBODY or self.has_row(parent))
+
     @property
     def sweep_pending(self) -> bool:
         return bool(self._doomed)
@@ -226,14 +232,14 @@ class PrefixIndex:
         self._unlink(row)
         self._doomed.append(row)
 
-    def sweep(self, count: int) -> tuple[Rows, list[BlockHash]]:
+    def sweep(self, count: int) -> tuple[Rows, Rows]:
         """Remove up to `count` doomed blocks, parents before children.
 
         Returns their rows, which stay unused until `forget_rows`, so that the caller can still read
-        the columns; and the hashes that were resident until now.
+        the columns; and the rows of blocks that were resident until now: their children.
         """
         swept: list[int] = []
-        hashes: list[BlockHash] = []
+        left: list[int] = []
         while self._doomed and len(swept) < count:
             row = self._doomed.pop()
             child = int(self._first_child[row])
@@ -242,11 +248,11 @@ class PrefixIndex:
                 assert block is not None, "a resident block has a child that is not"
                 # Out of the map now, so that nobody dooms or extends it a second time.
                 self.row_of.remove(block)
-                hashes.append(block)
+                left.append(child)
                 self._doomed.append(child)
                 child = int(self._next_sibling[child])
             swept.append(row)
-        return np.array(swept, dtype=np.int32), hashes
+        return np.array(swept, dtype=np.int32), np.array(left, dtype=np.int32)
 
     def forget_rows(self, rows: Rows) -> None:
         """Let swept rows be used again."""

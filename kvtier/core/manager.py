@@ -20,7 +20,7 @@ from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
 from kvtier.core.granting import Granting
 from kvtier.core.nvme_tier import NvmeTier
 from kvtier.core.promotions import Promotions
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.residency import Lost, NamespaceFacts, Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
@@ -90,7 +90,7 @@ class BlockManager:
             ev.HintSessionEnd: self._on_hint_session_end,
             ev.HintPaused: self._on_hint_paused,
             ev.Prefetch: self._known(self._promotions.on_prefetch),
-            ev.ChecksumsComputed: self._committing.checksums_computed,
+            ev.ChecksumsComputed: self._on_checksums_computed,
             ev.SlotsCorrupt: self._on_slots_corrupt,
             ev.WithdrawSlabSet: self._shares.on_withdraw_slab_set,
             ev.NvmeOpened: self._on_nvme_opened,
@@ -149,6 +149,8 @@ class BlockManager:
         return [
             *find_violations(self._namespaces, self._engines, self._granting.leases, self._ledger),
             *self._nvme.check_invariants(),
+            *self._demotions.check_invariants(),
+            *self._promotions.check_invariants(),
         ]
 
     # -------------------------------------------------------------------- namespaces, sessions
@@ -282,13 +284,13 @@ class BlockManager:
             resident_count = min(resident_count, event.left_count)
         start = max(0, resident_count - self._config.evict_slice_blocks)
         part = event.hashes[start:resident_count]
-        evicted, nvme_slots = residency.evict_prefix(part)
-        evicted_count = event.evicted_count + len(evicted)
-        found = [*self._nvme.forget_slots(nvme_slots), *_removed(event.namespace, evicted)]
-        if part and len(evicted) == len(part) and start:
+        count, lost = residency.evict_prefix(part)
+        evicted_count = event.evicted_count + count
+        found = self._forget(residency, lost)
+        if part and count == len(part) and start:
             rest = replace(event, left_count=start, evicted_count=evicted_count)
             return [*found, ins.Continue(rest)]
-        kept_count = resident_count - len(evicted)
+        kept_count = resident_count - count
         return [*found, ins.Evicted(evicted_count, kept_count)]
 
     def _on_hint_session_end(self, event: ev.HintSessionEnd, now: float) -> list[ins.Instruction]:
@@ -309,9 +311,14 @@ class BlockManager:
         )
         if stop < len(event.hashes):
             return [ins.Continue(replace(event, done_count=stop))]
-        return [*self._demotions.pump(now), ins.HintUsed(True)]
+        return self._move(now, ins.HintUsed(True))
 
     # ------------------------------------------------------------------------- from the shell
+
+    def _on_checksums_computed(
+        self, event: ev.ChecksumsComputed, now: float
+    ) -> list[ins.Instruction]:
+        return [*self._committing.checksums_computed(event, now), *self._move(now)]
 
     def _on_slots_corrupt(self, event: ev.SlotsCorrupt, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
@@ -319,7 +326,7 @@ class BlockManager:
         hashes = residency.void_places(places)
         return [
             ins.WriteGone(event.namespace, event.slots),
-            *_removed(event.namespace, hashes),
+            *_removed(event.namespace, TierName.DRAM, hashes),
             ins.Continue(ev.SweepVoid()),
         ]
 
@@ -329,12 +336,8 @@ class BlockManager:
             return [*found, ins.Continue(event)]
         for residency in self._namespaces.values():
             if residency.sweep_pending:
-                hashes, nvme_slots = residency.sweep(self._config.slice_blocks)
-                return [
-                    *self._nvme.forget_slots(nvme_slots),
-                    *_removed(residency.facts.namespace, hashes),
-                    ins.Continue(event),
-                ]
+                lost = residency.sweep(self._config.slice_blocks)
+                return [*self._forget(residency, lost), ins.Continue(event)]
         found = self._forget_nvme(now)
         if found is not None:
             return [*found, ins.Continue(event)]
@@ -372,15 +375,16 @@ class BlockManager:
         return [*self._demotions.on_demoted(event, now), *self._move(now)]
 
     def _on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
-        return [
-            *self._promotions.on_promoted(event, now),
-            *self._granting.grant_ended(self._namespaces[event.namespace]),
-            *self._move(now),
-        ]
+        return [*self._promotions.on_promoted(event, now), *self._move(now)]
 
-    def _move(self, now: float) -> list[ins.Instruction]:
-        """Begin what may begin; the sweep goes on with what has become void."""
-        found = [*self._demotions.pump(now), *self._promotions.pump(now)]
+    def _move(self, now: float, *replies: ins.Reply) -> list[ins.Instruction]:
+        """Begin what may begin, grant what has come; the sweep goes on with what became void."""
+        found: list[ins.Instruction] = [
+            *self._demotions.pump(now),
+            *self._promotions.pump(now),
+            *self._granting.grant_ended(),
+            *replies,
+        ]
         return [*found, ins.Continue(ev.SweepVoid())] if self._sweep_is_due(now) else found
 
     def _sweep_is_due(self, now: float) -> bool:
@@ -393,6 +397,14 @@ class BlockManager:
         return self._nvme.lose_some() or self._demotions.retiring.step(now)
 
     # --------------------------------------------------------------------------------- helpers
+
+    def _forget(self, residency: Residency, lost: Lost) -> list[ins.Instruction]:
+        namespace = residency.facts.namespace
+        return [
+            *self._nvme.forget_slots(lost.nvme_slots),
+            *_removed(namespace, TierName.DRAM, lost.from_memory),
+            *_removed(namespace, TierName.NVME, lost.from_nvme),
+        ]
 
     def _known(
         self, handler: Callable[[Any, float], list[ins.Instruction]]
@@ -419,5 +431,7 @@ def _quiet_requests(asked: list[QuietAsked]) -> list[ins.Instruction]:
 __all__ = ["BlockManager", "ManagerConfig"]
 
 
-def _removed(namespace: NamespaceId, hashes: list[BlockHash]) -> list[ins.Instruction]:
-    return [ins.BlocksRemoved(namespace, TierName.DRAM, hashes)] if hashes else []
+def _removed(
+    namespace: NamespaceId, tier: TierName, hashes: list[BlockHash]
+) -> list[ins.Instruction]:
+    return [ins.BlocksRemoved(namespace, tier, hashes)] if hashes else []

@@ -53,6 +53,11 @@ class NvmeTier:
         found = self._namespace_of.get(fingerprint)
         return None if found is None else self._namespaces[found]
 
+    def has_room_for(self, residency: Residency) -> bool:
+        """Whether the namespace's blocks can lie here: one larger than a segment cannot."""
+        facts = residency.facts
+        return bool(facts.fingerprint) and self.book.slot_count(facts.layout) > 0
+
     def note_namespace(self, residency: Residency) -> None:
         self._namespace_of[residency.facts.fingerprint] = residency.facts.namespace
 
@@ -174,15 +179,14 @@ class NvmeTier:
 
     # ---------------------------------------------------------------------------------- blocks
 
-    def commit(self, residency: Residency, rows: Rows, slots: Slots) -> list[int]:
-        """Reserved slots hold the blocks of these rows now; returns the slots that they leave."""
+    def commit(self, residency: Residency, rows: Rows, slots: Slots) -> list[ins.Instruction]:
+        """Reserved slots hold the blocks of these rows now; what of the slots that they leave."""
         index = residency.index
         before = index.nvme_slot[rows]
         left: list[int] = before[before != NOBODY].tolist()
         self.book.commit(slots)
         self._name(residency, rows, slots)
-        self.forget_slots(left)
-        return left
+        return self.forget_slots(left)
 
     def lose(self, residency: Residency, slots: Sequence[int]) -> list[ins.Instruction]:
         """The blocks in these READY slots lose their copies."""

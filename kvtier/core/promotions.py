@@ -25,10 +25,12 @@ from kvtier.core.engines import DAEMON_SESSION
 from kvtier.core.index import NOBODY, Rows
 from kvtier.core.nvme_tier import NvmeTier
 from kvtier.core.replica import Places, ReplicaState
-from kvtier.core.residency import Residency, runs_of
+from kvtier.core.residency import Residency
+from kvtier.core.runs import runs_of
 from kvtier.core.segments import Slots
 from kvtier.core.settings import NvmeSettings
 from kvtier.core.shares import Shares
+from kvtier.core.tiers import DAEMON_OWNER
 from kvtier.types import Cut, NamespaceId, SessionId, TierName
 
 PREFETCH_SLICE_BLOCKS = 256
@@ -49,6 +51,12 @@ class _Asked:
     nvme_slots: Slots
     places: Places
     begun_count: int = 0
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> None:
+        """Of those that have not begun, only these."""
+        begun = self.begun_count
+        self.places = np.concatenate([self.places[:begun], self.places[begun:][mask]])
+        self.nvme_slots = np.concatenate([self.nvme_slots[:begun], self.nvme_slots[begun:][mask]])
 
 
 class Promotions:
@@ -74,6 +82,34 @@ class Promotions:
         self.waiting_bytes = 0  # Asked for, and not begun.
         self.under_way_count = 0
         self.promoted_count = 0
+
+    @property
+    def is_possible(self) -> bool:
+        return self._nvme.is_readable
+
+    def check_invariants(self) -> list[str]:
+        if not self._nvme.is_open:
+            return []
+        found = []
+        waiting = [(one, len(one.places) - one.begun_count) for _, _, _, one in self._asked]
+        if self._nvme.book.pin_count != self.under_way_count + sum(count for _, count in waiting):
+            found.append("NVMe slots are pinned for nothing, or read without a pin")
+        if self.waiting_bytes != sum(self._bytes(one.residency, count) for one, count in waiting):
+            found.append("bytes wait to be promoted of no block")
+        if self.under_way_bytes < 0 or (not self.under_way_count and self.under_way_bytes):
+            found.append("bytes are promoted of no block")
+        for namespace, residency in self._namespaces.items():
+            tier = residency.tier
+            asked = {
+                place
+                for one, _ in waiting
+                if one.residency is residency
+                for place in one.places[one.begun_count :].tolist()
+            }
+            filling = (tier.owner == DAEMON_OWNER) & (tier.row != NOBODY)
+            if not asked.issuperset(np.flatnonzero(filling).tolist()) and not self.under_way_count:
+                found.append(f"namespace {namespace}: a slot waits for a block that nobody reads")
+        return found
 
     # ----------------------------------------------------------------------------------- asking
 
@@ -101,12 +137,33 @@ class Promotions:
         residency.begin_promotion(rows, places)
         self._nvme.book.pin(nvme_slots)
         self.waiting_bytes += self._bytes(residency, len(places))
-        self._asked_count += 1
-        asked = _Asked(want, residency, nvme_slots, places)
-        heapq.heappush(self._asked, (want, -len(places), self._asked_count, asked))
+        self._push(want, residency, nvme_slots, places)
         slots = residency.tier.slots_of(places)
         found.append(ins.WriteReserved(residency.facts.namespace, slots, None))
         return places, found
+
+    def hasten(self, residency: Residency, places: Places) -> None:
+        """Somebody waits for these now: they are not read last, whoever asked for them."""
+        if not len(places) or not (residency.tier.state[places] == ReplicaState.RESERVED).any():
+            return
+        for want, _, _, asked in list(self._asked):
+            if want == Want.LEASE or asked.residency is not residency:
+                continue
+            begun = asked.begun_count
+            mine = np.isin(asked.places[begun:], places)
+            if mine.any():
+                self._push(
+                    Want.LEASE,
+                    residency,
+                    asked.nvme_slots[begun:][mine],
+                    asked.places[begun:][mine],
+                )
+                asked.keep(~mine)
+
+    def _push(self, want: Want, residency: Residency, nvme_slots: Slots, places: Places) -> None:
+        self._asked_count += 1
+        asked = _Asked(want, residency, nvme_slots, places)
+        heapq.heappush(self._asked, (want, -len(places), self._asked_count, asked))
 
     def on_prefetch(self, event: ev.Prefetch, now: float) -> list[ins.Instruction]:
         """A slice: the leading blocks in memory are counted, those behind them asked for."""
@@ -114,6 +171,7 @@ class Promotions:
         start, stop = event.done_count, event.done_count + PREFETCH_SLICE_BLOCKS
         part = event.hashes[start:stop]
         rows, cut = residency.straight_rows(part, event.hashes[start - 1] if start else None)
+        residency.keep(rows, now)  # Or room is made by evicting what they follow.
         absent = rows[residency.index.place[rows] == NOBODY]
         room_bytes = int(self._shares.pool_bytes * self._settings.prefetch_fraction_max)
         room_bytes -= self.waiting_bytes + self.under_way_bytes
@@ -137,7 +195,11 @@ class Promotions:
             absent = self._demotions.retiring.take_absent()
             if absent is not None:
                 found.extend(self._ask_again(*absent, now))
-        while self._asked and self.under_way_bytes < self._settings.transfer_bytes_max:
+        while (
+            self._asked
+            and self.under_way_bytes < self._settings.transfer_bytes_max
+            and self.under_way_count < self._settings.transfer_blocks_max
+        ):
             _, _, _, asked = self._asked[0]
             found.extend(self._begin_batch(asked))
             if asked.begun_count == len(asked.places):
@@ -145,9 +207,12 @@ class Promotions:
         return found
 
     def _ask_again(self, residency: Residency, rows: Rows, now: float) -> list[ins.Instruction]:
-        slots = residency.index.nvme_slot[rows]
         places, found = self.ask(residency, rows, want=Want.AGAIN, now=now)
-        self._demotions.retiring.note_ended(slots[len(places) :].tolist())
+        left = rows[len(places) :]
+        if len(places):
+            self._demotions.retiring.put_back_absent(left)
+        else:
+            self._demotions.retiring.note_ended(residency.index.nvme_slot[left].tolist())
         return found
 
     def _begin_batch(self, asked: _Asked) -> list[ins.Instruction]:
@@ -182,13 +247,12 @@ class Promotions:
             tier, begun = asked.residency.tier, asked.begun_count
             places = asked.places[begun:]
             unwanted = tier.lease_pins[places] == 0
+            if not unwanted.any():
+                continue
             gone = asked.nvme_slots[begun:][unwanted]
             self.waiting_bytes -= self._bytes(asked.residency, len(gone))
             found.extend(self._drop(asked.residency, places[unwanted], gone))
-            asked.places = np.concatenate([asked.places[:begun], places[~unwanted]])
-            asked.nvme_slots = np.concatenate(
-                [asked.nvme_slots[:begun], asked.nvme_slots[begun:][~unwanted]]
-            )
+            asked.keep(~unwanted)
         return found
 
     def _drop(
@@ -212,7 +276,10 @@ class Promotions:
         places = tier.allocator.places_of(event.slots)
         self.under_way_bytes -= self._bytes(residency, len(places))
         self.under_way_count -= len(places)
-        alive = tier.state[places] == ReplicaState.RESERVED
+        # Voided meanwhile, or doomed and not swept yet.
+        alive = np.array(
+            [row != NOBODY and residency.index.is_whole(row) for row in tier.row[places].tolist()]
+        )
         done = alive & (event.outcomes == ev.TransferOutcome.DONE)
         found: list[ins.Instruction] = []
         if done.any():

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
 from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.runs import Run
 from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
 from kvtier.layout import SlotLayout
@@ -50,6 +51,15 @@ class LeasedSlice:
     rows: Rows
     places: Places
     cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What has gone: blocks by the tier that they have left, and slots that hold nothing now."""
+
+    from_memory: list[BlockHash]
+    from_nvme: list[BlockHash]
+    nvme_slots: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,10 @@ class Residency:
         index.used_at[rows] = now
         self._policy.on_touch(rows[self.tier.is_ready(index.place[rows])], now)
 
+    def keep(self, rows: Rows, now: float) -> None:
+        """These blocks will be used soon: not those to evict first."""
+        self._policy.on_touch(rows[self.tier.is_ready(self.index.place[rows])], now)
+
     def memory_count(self, hashes: Sequence[BlockHash], count: int) -> int:
         """How many of the first `count` blocks, all resident, lead in memory.
 
@@ -175,7 +189,7 @@ class Residency:
         outcomes = bytearray(len(hashes))
         is_void = (self.tier.state[places] == ReplicaState.GONE).tolist()
         row_of = self.index.row_of
-        run = _Run(parent_row=None if parent is None else row_of.get(parent))
+        run = Run(parent_row=None if parent is None else row_of.get(parent))
         has_parent = parent is None or run.parent_row is not None
         positions: list[int] = []
         parents: list[BlockHash | None] = []
@@ -252,11 +266,11 @@ class Residency:
         self.tier.drop(np.array(places, dtype=np.int32))
         return hashes
 
-    def evict_prefix(self, hashes: Sequence[BlockHash]) -> tuple[list[BlockHash], list[int]]:
+    def evict_prefix(self, hashes: Sequence[BlockHash]) -> tuple[int, Lost]:
         """Evict these resident blocks of one chain from every tier, last first, up to the first
-        that is held; returns their hashes and their NVMe slots."""
-        evicted: list[BlockHash] = []
-        nvme_slots: list[int] = []
+        that is held; how many."""
+        count = 0
+        lost = Lost([], [], [])
         for block in reversed(hashes):
             row = self.index.row_of.get(block)
             if row is None or not self._may_go(row):
@@ -264,16 +278,18 @@ class Residency:
             slot = int(self.index.nvme_slot[row])
             if slot != NOBODY:
                 self.index.nvme_slot[row] = NOBODY
-                nvme_slots.append(slot)
+                lost.nvme_slots.append(slot)
+                lost.from_nvme.append(block)
             place = int(self.index.place[row])
             if place != NOBODY:
+                lost.from_memory.append(block)
                 self._leave_memory(row)
                 self.tier.drop(np.array([place], dtype=np.int32))
             else:
                 self.index.remove(row)
-            evicted.append(block)
-            self.evicted_count += 1
-        return evicted, nvme_slots
+            count += 1
+        self.evicted_count += count
+        return count, lost
 
     def end_user_session(self, hashes: Sequence[BlockHash]) -> bool:
         rows = self.index.rows(hashes)
@@ -290,11 +306,11 @@ class Residency:
         hashes = []
         for place in places[self.tier.row[places] != NOBODY].tolist():
             row = int(self.tier.row[place])
-            if not self.index.has_row(row):
-                continue  # Doomed already: the sweep will void it.
             if self.tier.state[place] == ReplicaState.RESERVED:
                 self.index.place[row] = NOBODY  # It was being promoted; it still is on NVMe.
                 continue
+            if not self.index.has_row(row):
+                continue  # Doomed already: the sweep will void it.
             hashes.append(self._hash(row))
             self._leave_memory(row)
             self.tier.void(np.array([place], dtype=np.int32))
@@ -322,24 +338,28 @@ class Residency:
         self.void_count += 1
         return voided_count
 
-    def sweep(self, count: int) -> tuple[list[BlockHash], list[int]]:
-        """Free up to `count` blocks that became unreachable; returns the hashes that went, and the
-        NVMe slots that hold nothing any more."""
+    def sweep(self, count: int) -> Lost:
+        """Free up to `count` blocks that became unreachable."""
+        lost = Lost([], [], [])
         if self.tier.free_pending:
             self.tier.free_some()
-            return [], []
-        rows, hashes = self.index.sweep(count)
-        slots: list[int] = []
+            return lost
+        index = self.index
+        rows, left = index.sweep(count)
         if len(rows):
-            places = self.index.place[rows]
+            lost.from_memory.extend(self.hashes_of(left[self.tier.is_ready(index.place[left])]))
+            lost.from_nvme.extend(self.hashes_of(left[index.nvme_slot[left] != NOBODY]))
+            places = index.place[rows]
+            # The policy knows of no others: what never was in memory has no row there.
+            self._policy.on_remove(rows[self.tier.is_ready(places)].tolist())
             self.tier.void(places[places != NOBODY])
-            self._policy.on_remove(rows.tolist())
-            nvme_slots = self.index.nvme_slot[rows]
-            slots = nvme_slots[nvme_slots != NOBODY].tolist()
-            self.index.forget_rows(rows)
+            nvme_slots = index.nvme_slot[rows]
+            lost.nvme_slots.extend(nvme_slots[nvme_slots != NOBODY].tolist())
+            index.forget_rows(rows)
+            self.void_count += len(left)
         elif self._trash and self._trash[-1].dismantle(count):
             self._trash.pop()
-        return hashes, slots
+        return lost
 
     @property
     def change_count(self) -> int:
@@ -409,7 +429,7 @@ class Residency:
         unmapped = np.flatnonzero(~mask[places[mapped_from:] // allocator.set_slot_count])
         return mapped_from + int(unmapped[0]) if len(unmapped) else len(places)
 
-    def _insert(self, run: _Run, places: Places, now: float) -> None:
+    def _insert(self, run: Run, places: Places, now: float) -> None:
         """Insert the blocks that `run` has gathered; the run then goes on after the last one."""
         if not run.hashes:
             return
@@ -455,34 +475,14 @@ class Residency:
         """The hashes of these resident blocks, and those of their parents."""
         hash_of = self.index.hash_of
         parents = self.index.parent[rows].tolist()
-        return [self._hash(row) for row in rows.tolist()], [
+        return self.hashes_of(rows), [
             None if parent == NOBODY else hash_of[parent] for parent in parents
         ]
+
+    def hashes_of(self, rows: Rows) -> list[BlockHash]:
+        return [self._hash(row) for row in rows.tolist()]
 
     def _hash(self, row: int) -> BlockHash:
         block = self.index.hash_of[row]
         assert block is not None, "a resident row without its hash"
         return block
-
-
-def runs_of(
-    hashes: Sequence[BlockHash], parents: Sequence[BlockHash | None]
-) -> list[tuple[list[BlockHash], BlockHash | None]]:
-    """Blocks in runs that follow one another: (hashes, parent of the first)."""
-    found: list[tuple[list[BlockHash], BlockHash | None]] = []
-    for block, parent in zip(hashes, parents, strict=True):
-        if found and found[-1][0][-1] == parent:
-            found[-1][0].append(block)
-        else:
-            found.append(([block], parent))
-    return found
-
-
-class _Run:
-    """New blocks of a Commit that follow one another, not yet in the index."""
-
-    __slots__ = ("hashes", "parent_row")
-
-    def __init__(self, parent_row: int | None) -> None:
-        self.hashes: dict[BlockHash, int] = {}  # Position in the slice.
-        self.parent_row = parent_row

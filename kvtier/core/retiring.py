@@ -31,7 +31,7 @@ class Retiring:
         self._wait_seconds = wait_seconds
         self._life: SegmentHeader | None = None
         self._began_at = 0.0
-        self._is_blocked = False  # What is left of the segment is being read.
+        self._is_blocked = False  # What is left of the segment is being read or written.
         self._waiting: set[int] = set()  # Slots whose blocks are to go again.
         self._again: deque[int] = deque()  # Of these, rows in memory, not yet under way …
         self._absent: list[int] = []  # … and rows that must be promoted first.
@@ -66,7 +66,7 @@ class Retiring:
         self._absent = hot[~ready & (index.place[hot] == NOBODY)].tolist()
 
     def take_batch(self, count: int) -> tuple[Residency, Rows] | None:
-        """Blocks to be demoted again, flagged DEMOTING."""
+        """Blocks to be demoted again, flagged DEMOTING; `note_begun` is told how many were."""
         residency = self._residency()
         if residency is None or not self._again:
             return None
@@ -75,22 +75,39 @@ class Retiring:
         while self._again and len(rows) < count:
             row = self._again.popleft()
             slot = self._slot_of(residency, row)
-            if slot in self._waiting and residency.is_in_memory(row):
+            if slot not in self._waiting or index.flags[row] & RowFlag.DEMOTING:
+                continue  # Also one that came twice: it left memory and is back.
+            if residency.is_in_memory(row):
                 index.flags[row] |= RowFlag.DEMOTING
                 rows.append(row)
             else:
                 self._waiting.discard(slot)
-        self.again_count += len(rows)
         return (residency, np.array(rows, dtype=np.int32)) if rows else None
 
+    def note_begun(self, residency: Residency, rows: Rows, count: int) -> None:
+        """The first of a batch go again; for the others there is no slot."""
+        self.again_count += count
+        residency.index.flags[rows[count:]] &= ~RowFlag.DEMOTING
+        self.note_ended(residency.index.nvme_slot[rows[count:]].tolist())
+
     def take_absent(self) -> tuple[Residency, Rows] | None:
-        """Blocks that must be promoted in order to go again; once."""
+        """Blocks that must be promoted in order to go again."""
         residency = self._residency()
         if residency is None or not self._absent:
             return None
-        rows = [row for row in self._absent if self._slot_of(residency, row) in self._waiting]
+        # Not those that somebody else is having promoted by now: they come without us.
+        rows = [
+            row
+            for row in self._absent
+            if self._slot_of(residency, row) in self._waiting
+            and residency.index.place[row] == NOBODY
+        ]
         self._absent = []
         return residency, np.array(rows, dtype=np.int32)
+
+    def put_back_absent(self, rows: Rows) -> None:
+        """So many cannot be promoted at once."""
+        self._absent = rows.tolist()
 
     def note_promoted(self, residency: Residency, rows: Rows) -> None:
         """These blocks are in memory now."""
@@ -106,20 +123,24 @@ class Retiring:
 
     def is_due(self, now: float) -> bool:
         """Whether `step` has something to do, as far as is known."""
-        if self._life is None or self._is_blocked:
-            return False
-        return not self._waiting or now - self._began_at > self._wait_seconds
+        if self._life is None or not self._nvme.is_writable:
+            return False  # When nothing is written nobody needs a segment.
+        if self._is_late(now):
+            return True
+        # Those that wait may be gone: evicted or cleared.
+        return not self._is_blocked and not any(map(self._nvme.book.is_ready, self._waiting))
 
     def step(self, now: float) -> list[ins.Instruction] | None:
         """Forget a slice; None when there is nothing to do now."""
         life = self._life
-        if life is None:
+        if life is None or not self._nvme.is_writable:
             return None
         book = self._nvme.book
         if book.life_of(life.segment) != life:
             self._end()
+            self.reused_count += 1
             return None
-        if self._waiting and now - self._began_at > self._wait_seconds:
+        if self._is_late(now):
             self._waiting.clear()  # A disk that stalls must not keep the others waiting for ever.
         self._waiting = {slot for slot in self._waiting if book.is_ready(slot)}
         if self._waiting:
@@ -129,11 +150,10 @@ class Retiring:
         ]
         if not slots:
             self._is_blocked = True  # The end of the reads calls `note_ended`.
+            if self._is_late(now):
+                self._end()  # Somebody else's turn; this one is the oldest again afterwards.
             return None
-        found = self.forget(life, slots[:_EMPTIED_SLICE_BLOCKS])
-        if book.life_of(life.segment) != life:
-            self._end()
-        return found
+        return self.forget(life, slots[:_EMPTIED_SLICE_BLOCKS])
 
     def forget(self, life: SegmentHeader, slots: list[int]) -> list[ins.Instruction]:
         """Blocks of one segment lose their copies."""
@@ -148,7 +168,9 @@ class Retiring:
         self._waiting.clear()
         self._again.clear()
         self._absent = []
-        self.reused_count += 1
+
+    def _is_late(self, now: float) -> bool:
+        return now - self._began_at > self._wait_seconds
 
     def _residency(self) -> Residency | None:
         return None if self._life is None else self._nvme.residency_of(self._life.fingerprint)

@@ -106,6 +106,14 @@ class SegmentBook:
     def ready_count(self) -> int:
         return sum(segment.ready_count for segment in self._all())
 
+    @property
+    def reserved_count(self) -> int:
+        return sum(segment.reserved_count for segment in self._all())
+
+    @property
+    def pin_count(self) -> int:
+        return sum(sum(segment.pins.values()) for segment in self._all())
+
     def slot_count(self, layout: SlotLayout) -> int:
         """Slots that a segment has with this layout; 0 when a slot does not fit."""
         return min(self.segment_bytes // layout.slot_bytes, self.row_count_max)

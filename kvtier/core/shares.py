@@ -197,6 +197,7 @@ class Shares:
         found: list[ins.Instruction] = []
         count = min(count, self._config.evict_slice_blocks)
         if tier.allocator.free_count_in(usable) < count:
+            self._wanting[residency.facts.namespace] = None
             found.extend(self._grow(residency, now))
             missing = count - tier.allocator.free_count_in(usable)
             hashes = residency.evict(missing) if missing > 0 else []

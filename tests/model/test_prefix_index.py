@@ -96,10 +96,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def sweep(self, count: int) -> None:
-        rows, hashes = self.index.sweep(count)
+        rows, left = self.index.sweep(count)
         assert len(rows) <= count
-        for block in hashes:
-            self.forget(block)
+        for row in left.tolist():
+            self.forget(self.index.hash_of[row])
         self.index.forget_rows(rows)
 
     @rule()

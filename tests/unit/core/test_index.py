@@ -18,9 +18,9 @@ def insert(index: PrefixIndex, path: str, *, after: str = "") -> list[int]:
 
 
 def sweep(index: PrefixIndex, count: int = 100) -> int:
-    rows, hashes = index.sweep(count)
+    rows, left = index.sweep(count)
     index.forget_rows(rows)
-    return len(hashes)
+    return len(left)
 
 
 @pytest.fixture

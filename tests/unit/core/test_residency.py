@@ -89,15 +89,15 @@ def test_eviction_takes_the_oldest_chain_from_its_end(residency: Residency) -> N
 def test_evicting_a_prefix_stops_at_the_first_block_that_is_held(residency: Residency) -> None:
     commit(residency, chain("abcd"))
     lease(residency, chain("ab"))
-    evicted, _ = residency.evict_prefix(chain("abcd"))
-    assert evicted == list(reversed(chain("abcd")[2:]))
+    count, lost = residency.evict_prefix(chain("abcd"))
+    assert (count, lost.from_memory) == (2, list(reversed(chain("abcd")[2:])))
 
 
 def test_void_blocks_are_told_once_and_leave_no_slot_taken(residency: Residency) -> None:
     done = commit(residency, chain("abcd"))
     told = residency.void_places(done.ready[[2, 1]])
     while residency.sweep_pending:
-        told += residency.sweep(1)[0]
+        told += residency.sweep(1).from_memory
     assert sorted(told) == sorted(chain("abcd")[1:])
     assert residency.tier.allocator.free_count == 15
     assert residency.check_invariants() == []

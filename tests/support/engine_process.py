@@ -25,6 +25,7 @@ from kvtier.errors import KVTierError, StaleSlot, Unavailable
 from kvtier.types import Role
 from tests.support import known_blocks
 from tests.support.known_blocks import WrongBytes, chain_hashes, spec_of
+from tests.support.mixed_load import LoadPlan, MixedLoad
 
 Answer = dict[str, Any]
 
@@ -47,7 +48,7 @@ class EngineProcess:
             name=options.name,
             settings=self.settings,
         )
-        self.namespace = self.client.open_namespace(spec_of(options.salt))
+        self.namespace = self.client.open_namespace(spec_of(options.salt, options.shard_bytes))
         self.arena = self.client.arena(self.namespace)
         self._is_copying = threading.Event()
         self._copier: threading.Thread | None = None
@@ -226,6 +227,15 @@ class EngineProcess:
         churner.start()
         return {}
 
+    def mix(self, seed: int, pause_seconds: float, others: list[int], clears: bool) -> Answer:
+        """Begin a mixed load in the background (mixed_load.py), until `end_churn`."""
+        plan = LoadPlan(seed, pause_seconds, others, clears)
+        load = MixedLoad(self.client, self.namespace, plan, self.say)
+        mixer = threading.Thread(target=load.run, args=(self._churn_ends,), daemon=True)
+        self._churners.append(mixer)
+        mixer.start()
+        return {}
+
     def end_churn(self) -> Answer:
         """Returns when the last churn has ended what it was doing."""
         self._churn_ends.set()
@@ -318,6 +328,7 @@ def main() -> None:
     parser.add_argument("--role", default="BOTH")
     parser.add_argument("--name", default="engine")
     parser.add_argument("--salt", default="")
+    parser.add_argument("--shard-bytes", type=int, default=known_blocks.SHARD_BYTES)
     parser.add_argument("--timeout-seconds", type=float, default=5.0)
     options = parser.parse_args()
     np.seterr(all="raise")

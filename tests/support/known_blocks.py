@@ -106,9 +106,11 @@ def read_leased(client: Client, namespace: Namespace, lease: Lease) -> list[byte
     return found if time.monotonic_ns() < lease.deadline_ns else None
 
 
-def onboard(client: Client, namespace: Namespace, hashes: Sequence[bytes]) -> int:
+def onboard(
+    client: Client, namespace: Namespace, hashes: Sequence[bytes], *, wait_seconds: float = 0.0
+) -> int:
     """Acquire, compare and release; how many leading blocks were hits. Raises WrongBytes."""
-    lease = client.acquire(namespace, hashes)
+    lease = client.acquire(namespace, hashes, wait_seconds=wait_seconds)
     try:
         found = read_leased(client, namespace, lease)
     finally:

@@ -11,7 +11,7 @@ from kvtier.errors import KVTierError
 from kvtier.types import Role
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support import known_blocks
-from tests.support.known_blocks import chain_hashes, check_payload, spec_of
+from tests.support.known_blocks import SHARD_BYTES, chain_hashes, check_payload, spec_of
 from tests.support.processes import eventually
 
 SETTINGS = ClientSettings(timeout_seconds=10.0, admin_timeout_seconds=10.0, retry_seconds_max=0.1)
@@ -34,19 +34,21 @@ class Observer:
     def read_chain(self, label: str, count: int) -> int:
         return self.read(chain_hashes(label, count))
 
-    def get_chain(self, label: str, count: int) -> int:
-        """The same by value."""
-        hashes = chain_hashes(label, count)
+    def get(self, hashes: Sequence[bytes]) -> int:
+        """The same as `read`, by value."""
         found = self.client.get(self.namespace, hashes)
         for one, data in zip(hashes, found, strict=False):
             check_payload(one, data, "got by value")
         return len(found)
 
+    def get_chain(self, label: str, count: int) -> int:
+        return self.get(chain_hashes(label, count))
+
     def offload(self, label: str, count: int) -> int:
         return known_blocks.offload(self.client, self.namespace, chain_hashes(label, count))
 
     def dram(self) -> pb.TierStats:
-        (tier,) = self.client.stats().tiers
+        (tier,) = [one for one in self.client.stats().tiers if one.tier == "dram"]
         return tier
 
     def check(self) -> None:
@@ -90,9 +92,11 @@ class Observer:
 
 
 @contextlib.contextmanager
-def observing(socket: Path, salt: str = "", *, needs_slots: bool = True) -> Iterator[Observer]:
+def observing(
+    socket: Path, salt: str = "", *, needs_slots: bool = True, shard_bytes: int = SHARD_BYTES
+) -> Iterator[Observer]:
     with Client(socket, role=Role.BOTH, name="observer", settings=SETTINGS) as client:
-        namespace = client.open_namespace(spec_of(salt))
+        namespace = client.open_namespace(spec_of(salt, shard_bytes))
         assert client.wait_namespace(namespace, 30), namespace.error
         observer = Observer(client, namespace)
         if needs_slots:

@@ -72,9 +72,11 @@ def wait_below(daemon: RunningDaemon, count: int) -> None:
     time.sleep(0.3)  # Several turns of the table's timer.
 
 
-def put_all(client: Client, namespace: Namespace, hashes: Sequence[bytes]) -> None:
+def put_all(
+    client: Client, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None = None
+) -> None:
     shard_bytes = namespace.spec.shard_bytes
-    done = client.put(namespace, [(one, payload_of(one, shard_bytes)) for one in hashes])
+    done = client.put(namespace, [(one, payload_of(one, shard_bytes)) for one in hashes], parent)
     assert done.ready_count == len(hashes), done
 
 

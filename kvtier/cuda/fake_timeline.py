@@ -68,6 +68,11 @@ class Timeline:
         self._due: list[tuple[float, int, Operation, Step | None]] = []
         self._count = 0
 
+    @property
+    def is_even(self) -> bool:
+        """Whether things take what they cost, and not what chance says."""
+        return self._random is None
+
     def add_queue(self, priority: int = 0) -> Queue:
         queue = Queue(priority)
         self._queues.append(queue)

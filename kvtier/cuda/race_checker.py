@@ -41,6 +41,8 @@ class Bytespans:
 
     @classmethod
     def of(cls, ranges: Ranges) -> Bytespans:
+        if len(ranges.starts) < 2:
+            return cls(ranges.starts, ranges.starts + ranges.sizes)
         order = np.argsort(ranges.starts, kind="stable")
         starts = ranges.starts[order]
         ends = np.maximum.accumulate(starts + ranges.sizes[order])

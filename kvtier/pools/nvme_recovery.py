@@ -290,19 +290,15 @@ def _padded_rows(header: SegmentHeader) -> int:
 def _used_rows(step: _Step, row_count_max: int) -> tuple[Entries, Slots, npt.NDArray[np.int64]]:
     """(rows that are not empty, their slots, the place of their header in the step)."""
     counts = np.array([_padded_rows(header) for header in step.headers])
-    firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    owners = np.repeat(np.arange(len(counts)), counts)
+    rows_in_segment = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    firsts = np.array([header.segment * row_count_max for header in step.headers])
+    slots = (firsts[owners] + rows_in_segment).astype(np.uint32)
     # An entry's head is zero while it holds nothing, whatever may be left behind it.
-    heads = step.rows.view(np.uint64)[:: ENTRY_BYTES // 8]
-    used = np.flatnonzero(heads)
-    owners = np.searchsorted(firsts, used, side="right") - 1
-    rows_in_segment = used - firsts[owners]
-    limits = np.array([header.slot_count for header in step.headers])
-    inside = rows_in_segment < limits[owners]
-    used, owners, rows_in_segment = used[inside], owners[inside], rows_in_segment[inside]
-    segments = np.array([header.segment for header in step.headers])
-    numbers = (segments[owners] * row_count_max + rows_in_segment).astype(np.uint32)
-    rows = step.rows.view(ENTRY)
-    return rows if len(used) == len(rows) else rows[used], numbers, owners
+    used = step.rows.view(np.uint64)[:: ENTRY_BYTES // 8] != 0
+    used &= rows_in_segment < np.array([header.slot_count for header in step.headers])[owners]
+    rows: Entries = step.rows.view(ENTRY)
+    return (rows, slots, owners) if used.all() else (rows[used], slots[used], owners[used])
 
 
 def _ready(

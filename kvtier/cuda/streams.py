@@ -1,0 +1,291 @@
+"""Copies between device blocks and slots on streams of our own, in an order that is never a race.
+
+    engine's thread    onboard, offload, follow, withdraw: a few microseconds, no waiting
+    copying thread     pump, poll: plans, submits, looks at events
+
+The ordering rules, each learnt from a bug that somebody shipped:
+  (0) Every copy waits for what the engine had queued when it was asked for: a store for the kernels
+      that write the block, a load for those that still read or zero it.
+  (1) A copy has ended when its event is done, not when it was queued; until then its blocks and
+      slots are in use. Nobody synchronises: `poll` asks events.
+  (2) Before the engine touches blocks of a copy that has not ended, its stream must `follow` it.
+  (3) A store reads its source in the stream's order, never in any order.
+
+Loads come before stores: no piece of a store is submitted while one of a load waits for its turn.
+What is in flight is bounded in each direction, so that a load never waits behind more than that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.cuda.copy_paths import PathLimits, PathSupport
+from kvtier.cuda.copy_plan import Piece, SlabView, pieces_of, runs_of
+from kvtier.cuda.copy_submit import KernelCopies, PieceSubmitter
+from kvtier.cuda.device_layout import DeviceLayout
+from kvtier.cuda.errors import CudaBroken
+from kvtier.cuda.registration import HostSlab, SlabRegistry
+from kvtier.cuda.runtime import Addresses, CudaRuntime, Direction, Event, Stream
+from kvtier.errors import KVTierError
+
+# Two pieces: one that the engine copies and one that is ready when it ends.
+IN_FLIGHT_BYTES_MAX = 64 << 20
+
+
+class Withdrawn(KVTierError):
+    """The copy was called off before it was all queued: its blocks hold nothing of use."""
+
+
+@dataclass(slots=True, eq=False)
+class CopyTicket:
+    """One request's copy on its way; `poll` hands it out once it touches nothing any more."""
+
+    direction: Direction
+    layout: DeviceLayout
+    device_blocks: Sequence[int]
+    slots: Sequence[int]  # The host's address of every slot's bytes.
+    after: Event
+    failed: KVTierError | None = None
+    bytes_count: int = 0
+    _pieces: deque[Piece] | None = None  # None: not planned yet.
+    _slabs: list[HostSlab] = field(default_factory=list)
+    _end: Event | None = None  # Of the last piece that was queued.
+    _in_flight_count: int = 0
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether all of it that will be submitted has been."""
+        return self.failed is not None or (self._pieces is not None and not self._pieces)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One direction: its stream, what waits, what is in flight (oldest first)."""
+
+    stream: Stream
+    waiting: deque[CopyTicket] = field(default_factory=deque)
+    in_flight: deque[tuple[Event, int, CopyTicket]] = field(default_factory=deque)
+    in_flight_bytes: int = 0
+
+
+class CopyStreams:
+    """Owns a load stream and a low-priority store stream of one device."""
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        registry: SlabRegistry,
+        *,
+        kernels: KernelCopies | None = None,
+        limits: PathLimits | None = None,
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
+    ) -> None:
+        lowest, highest = runtime.priorities()
+        self._runtime = runtime
+        self._registry = registry
+        self._submitter = PieceSubmitter(runtime, kernels)
+        self._limits = limits or PathLimits()
+        self._in_flight_bytes_max = in_flight_bytes_max
+        self._loads = _Lane(runtime.create_stream(highest))
+        self._stores = _Lane(runtime.create_stream(lowest))
+        self._changed = threading.RLock()
+        self._events: deque[Event] = deque()  # Free ones; as many as were ever in use at once.
+        self._ended: list[CopyTicket] = []
+        self._broken: CudaBroken | None = None
+
+    @property
+    def support(self) -> PathSupport:
+        """Which paths are still in use here."""
+        return self._submitter.support
+
+    # -------------------------------------------------------------------- for the engine's thread
+
+    def onboard(
+        self,
+        layout: DeviceLayout,
+        device_blocks: Sequence[int],
+        slots: Sequence[int],
+        compute: Stream,
+    ) -> CopyTicket:
+        """Slots into device blocks, after what is queued on the engine's stream now."""
+        return self._ask(
+            CopyTicket(Direction.HOST_TO_DEVICE, layout, device_blocks, slots, self._mark(compute))
+        )
+
+    def offload(
+        self,
+        layout: DeviceLayout,
+        device_blocks: Sequence[int],
+        slots: Sequence[int],
+        compute: Stream,
+    ) -> CopyTicket:
+        """Device blocks into slots, after what is queued on the engine's stream now."""
+        return self._ask(
+            CopyTicket(Direction.DEVICE_TO_HOST, layout, device_blocks, slots, self._mark(compute))
+        )
+
+    def follow(self, compute: Stream, ticket: CopyTicket) -> None:
+        """What the engine queues from now on comes after the copy, which is submitted at once."""
+        with self._changed:
+            lane = self._lane(ticket)
+            while not ticket.is_queued:
+                self._submit_next(lane)
+            if ticket._end is not None:
+                self._runtime.wait_event(compute, ticket._end)
+
+    def withdraw(self, ticket: CopyTicket) -> None:
+        """Submit no more of it; `follow` or `poll` tells when what was submitted has ended."""
+        with self._changed:
+            if not ticket.is_queued:
+                self._fail(ticket, Withdrawn("called off"))
+
+    # ------------------------------------------------------------------- for the copying thread
+
+    def pump(self) -> None:
+        """Submit what may be in flight: loads, and stores if no load waits."""
+        with self._changed:
+            for lane in (self._loads, self._stores):
+                self._reap(lane)
+                while lane.waiting and lane.in_flight_bytes < self._in_flight_bytes_max:
+                    self._submit_next(lane)
+                if lane.waiting:
+                    return
+
+    def poll(self) -> list[CopyTicket]:
+        """The copies that have ended since the last poll, failed ones among them."""
+        self.pump()
+        with self._changed:
+            for lane in (self._loads, self._stores):
+                self._reap(lane)
+            ended, self._ended = self._ended, []
+            return ended
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is in flight."""
+        lanes = (self._loads, self._stores)
+        return not any(lane.waiting or lane.in_flight for lane in lanes)
+
+    def close(self) -> None:
+        """Call off what waits, and wait for what is in flight: for the end of the process only."""
+        with self._changed:
+            for lane in (self._loads, self._stores):
+                for ticket in list(lane.waiting):
+                    self.withdraw(ticket)
+                if self._broken is None:
+                    self._runtime.synchronize_stream(lane.stream)
+                    self._reap(lane)
+                    self._runtime.destroy_stream(lane.stream)
+            while self._broken is None and self._events:
+                self._runtime.destroy_event(self._events.popleft())
+
+    # -------------------------------------------------------------------------------- submitting
+
+    def _mark(self, stream: Stream) -> Event:
+        """An event of the pool, recorded."""
+        try:
+            event = self._events.popleft()
+        except IndexError:
+            event = self._runtime.create_event()
+        self._runtime.record_event(event, stream)
+        return event
+
+    def _ask(self, ticket: CopyTicket) -> CopyTicket:
+        self._lane(ticket).waiting.append(ticket)
+        return ticket
+
+    def _lane(self, ticket: CopyTicket) -> _Lane:
+        is_load = ticket.direction is Direction.HOST_TO_DEVICE
+        return self._loads if is_load else self._stores
+
+    def _submit_next(self, lane: _Lane) -> None:
+        """One piece of the oldest ticket that waits."""
+        ticket = lane.waiting[0]
+        try:
+            if ticket._pieces is None:
+                self._plan(ticket)
+                self._runtime.wait_event(lane.stream, ticket.after)
+            if ticket._pieces:
+                piece = ticket._pieces[0]
+                self._submitter.submit(piece, lane.stream)
+                ticket._pieces.popleft()
+                self._note(lane, ticket, piece.bytes_count)
+        except KVTierError as error:
+            self._fail(ticket, error)
+            return
+        if not ticket._pieces:
+            lane.waiting.popleft()
+            self._end_if_over(ticket)
+
+    def _plan(self, ticket: CopyTicket) -> None:
+        slots: Addresses = np.array(ticket.slots, np.uint64)
+        last_byte = int((ticket.layout.places + ticket.layout.sizes).max())
+        slabs = self._registry.take(slots, last_byte)
+        ticket._slabs = list({id(slab): slab for slab in slabs}.values())
+        places = {id(slab): index for index, slab in enumerate(ticket._slabs)}
+        indices = np.array([places[id(slab)] for slab in slabs], np.int64)
+        views = [SlabView(slab.alias, slab.is_registered) for slab in ticket._slabs]
+        runs = runs_of(ticket.layout, np.array(ticket.device_blocks, np.int64), slots, indices)
+        ticket._pieces = deque(pieces_of(runs, views, ticket.direction, self.support, self._limits))
+
+    def _note(self, lane: _Lane, ticket: CopyTicket, bytes_count: int) -> None:
+        """Something of the ticket is in flight from now on."""
+        event = self._mark(lane.stream)
+        lane.in_flight.append((event, bytes_count, ticket))
+        lane.in_flight_bytes += bytes_count
+        ticket.bytes_count += bytes_count
+        ticket._end = event
+        ticket._in_flight_count += 1
+
+    # ------------------------------------------------------------------------------------- ending
+
+    def _reap(self, lane: _Lane) -> None:
+        """Take in what has ended; a stream ends its pieces in order."""
+        try:
+            while lane.in_flight and self._runtime.is_event_done(lane.in_flight[0][0]):
+                event, bytes_count, ticket = lane.in_flight.popleft()
+                lane.in_flight_bytes -= bytes_count
+                ticket._in_flight_count -= 1
+                if ticket._end == event:
+                    ticket._end = None  # Its next record will be another ticket's.
+                self._events.append(event)
+                self._end_if_over(ticket)
+        except CudaBroken as error:
+            self._break(error)
+
+    def _end_if_over(self, ticket: CopyTicket) -> None:
+        if not ticket.is_queued or ticket._in_flight_count:
+            return
+        self._registry.end_use(ticket._slabs)
+        self._events.append(ticket.after)
+        self._ended.append(ticket)
+
+    def _fail(self, ticket: CopyTicket, error: KVTierError) -> None:
+        if isinstance(error, CudaBroken):
+            self._break(error)
+            return
+        lane = self._lane(ticket)
+        lane.waiting.remove(ticket)
+        ticket.failed = error
+        try:
+            if ticket._pieces is not None:
+                self._note(lane, ticket, 0)  # A piece of plain copies may be queued in part.
+            self._end_if_over(ticket)
+        except CudaBroken as broken:
+            self._break(broken)
+
+    def _break(self, error: CudaBroken) -> None:
+        """All is lost. Slabs stay in use: what was queued may land until the process has ended."""
+        self._broken = error
+        for lane in (self._loads, self._stores):
+            lost = [*lane.waiting, *(ticket for _, _, ticket in lane.in_flight)]
+            lane.waiting.clear()
+            lane.in_flight.clear()
+            for ticket in dict.fromkeys(lost):
+                ticket.failed, ticket._end = error, None
+                self._ended.append(ticket)

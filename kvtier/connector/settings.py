@@ -29,6 +29,9 @@ class ConnectorSettings:
     # takes at this rate, because others read as well, and never longer than the maximum in all. A
     # maximum of 0 onboards only what is in memory already.
     nvme_bytes_per_second: float = 1e9
+    # No shorter than this, however few the bytes: there are queues on the way, and a namespace may
+    # have to grow by a slab first.
+    nvme_wait_seconds_min: float = 0.1
     nvme_wait_seconds_max: float = 2.0
     # Acquires that wait for such blocks at once. Each takes a thread, and in the daemon slots for
     # all it waits for; a few keep every disk busy.
@@ -93,8 +96,8 @@ class ConnectorSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         not_negative = (
-            "onboard_wait_seconds", "turn_wait_seconds", "nvme_wait_seconds_max",
-            "failed_seconds", "rematches_max",
+            "onboard_wait_seconds", "turn_wait_seconds", "nvme_wait_seconds_min",
+            "nvme_wait_seconds_max", "failed_seconds", "rematches_max",
             "verify_one_in", "lease_slack_seconds", "match_fresh_seconds", "close_seconds",
             "reserve_retry_seconds", "recall_pause_seconds", "finish_wait_seconds",
             "lingering_requests_max", "lingering_blocks_max",

@@ -14,7 +14,8 @@ def request_wait_seconds(settings: ConnectorSettings, lower_bytes: int) -> float
     """How long a request may wait for its answer if so many bytes have to be promoted for it."""
     if lower_bytes == 0:
         return settings.onboard_wait_seconds
-    promoting_seconds = 2 * lower_bytes / settings.nvme_bytes_per_second
+    reading_seconds = 2 * lower_bytes / settings.nvme_bytes_per_second
+    promoting_seconds = max(settings.nvme_wait_seconds_min, reading_seconds)
     wanted_seconds = settings.onboard_wait_seconds + promoting_seconds
     return max(settings.onboard_wait_seconds, min(settings.nvme_wait_seconds_max, wanted_seconds))
 

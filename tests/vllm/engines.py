@@ -14,16 +14,31 @@ from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from kvtier.connector.vllm import KVTierConnector
+from tests.vllm.identity import Said
 
 BLOCK_TOKENS = 32  # The least that vLLM's CPU attention takes.
 WAIT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Generated:
-    token_ids: tuple[int, ...]
+class Generated(Said):
     cached_count: int  # Prompt tokens that were not computed, local hits included.
     finish_reason: str
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
+
+
+def generated(output: Any) -> Generated:
+    said = output.outputs[0]
+    likely = ({token: found.logprob for token, found in at.items()} for at in said.logprobs or ())
+    return Generated(
+        tuple(said.token_ids),
+        tuple(likely),
+        output.num_cached_tokens or 0,
+        str(said.finish_reason),
+    )
 
 
 class VllmEngine:
@@ -36,18 +51,11 @@ class VllmEngine:
         self.connector: KVTierConnector | None = self.scheduler.connector
 
     def generate(self, prompts: Sequence[Sequence[int]], *, tokens: int = 8) -> list[Generated]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        params = greedy(tokens)
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
         )
-        return [
-            Generated(
-                tuple(output.outputs[0].token_ids),
-                output.num_cached_tokens or 0,
-                str(output.outputs[0].finish_reason),
-            )
-            for output in outputs
-        ]
+        return [generated(output) for output in outputs]
 
     @property
     def stats(self) -> Any:
@@ -83,6 +91,22 @@ class VllmEngine:
         connector = get_kv_transfer_group()
         assert isinstance(connector, KVTierConnector)
         return connector
+
+    def left_behind(self) -> list[str]:
+        """What is still kept for requests although all have ended; nothing should be."""
+        side, scheduler = self.connector._scheduler, self.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        found = {
+            "requests of vLLM": len(scheduler.requests),
+            "device blocks": used,
+            "loads": len(side._loading),
+            "requests of the adapter": len(side._requests),
+            "requests of the planning": side._core.request_count,
+            "leases": side._core.lease_count,
+            "watched blocks": int(not side._reuse.is_idle),
+        }
+        return [f"{count} {name}" for name, count in found.items() if count]
 
     def forget_own_cache(self) -> None:
         assert self.llm.reset_prefix_cache()

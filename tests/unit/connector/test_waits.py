@@ -47,7 +47,14 @@ def arrive(rig: Rig, request_id: str, chain: list[bytes], local_count: int = 0) 
 
 @pytest.mark.parametrize(
     ("lower_bytes", "seconds"),
-    [(0, 0.05), (10_000_000, 0.07), (500_000_000, 1.05), (975_000_000, 2.0), (10**12, 2.0)],
+    [
+        (0, 0.05),
+        (100, 0.15),
+        (10_000_000, 0.15),
+        (500_000_000, 1.05),
+        (975_000_000, 2.0),
+        (10**12, 2.0),
+    ],
 )
 def test_a_request_waits_by_what_lies_on_nvme_and_never_beyond_the_maximum(
     lower_bytes: int, seconds: float

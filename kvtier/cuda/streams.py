@@ -29,6 +29,7 @@ from kvtier.cuda.copy_plan import Piece, SlabView, pieces_of, runs_of
 from kvtier.cuda.copy_submit import KernelCopies, PieceSubmitter
 from kvtier.cuda.device_layout import DeviceLayout
 from kvtier.cuda.errors import CudaBroken
+from kvtier.cuda.path_trials import calibrated, give_up_wrong_paths
 from kvtier.cuda.registration import HostSlab, SlabRegistry
 from kvtier.cuda.runtime import Addresses, CudaRuntime, Direction, Event, Stream
 from kvtier.errors import KVTierError
@@ -102,6 +103,16 @@ class CopyStreams:
     def support(self) -> PathSupport:
         """Which paths are still in use here."""
         return self._submitter.support
+
+    def try_paths(self) -> list[str]:
+        """Before the first copy: give up paths that move wrong bytes, measure the others.
+
+        Returns what was wrong. Raises CudaUnavailable if nothing is right.
+        """
+        assert self.is_idle, "copies are under way"
+        wrong = give_up_wrong_paths(self._runtime, self._submitter)
+        self._limits = calibrated(self._runtime, self._submitter, self._limits)
+        return wrong
 
     # -------------------------------------------------------------------- for the engine's thread
 

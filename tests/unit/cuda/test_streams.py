@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 
 from kvtier.cuda.copy_paths import CopyPath, PathLimits
-from kvtier.cuda.copy_plan import Piece
 from kvtier.cuda.device_layout import DeviceTensor, layout_of
 from kvtier.cuda.errors import CudaBroken, CudaCode, CudaRefused
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_copies import ProcessDied
-from kvtier.cuda.fake_memory import FakeMemory
 from kvtier.cuda.race_checker import DataRace
-from kvtier.cuda.runtime import Direction, KernelLaunch, Ranges, Stream
 from kvtier.cuda.streams import CopyStreams, CopyTicket, Withdrawn
 from kvtier.errors import StaleSlot
 from tests.support.copy_rig import CopyRig
 from tests.support.kv_layouts import LAYOUTS, DeviceKv, Sizes
+from tests.support.twin_kernels import TwinKernels
 
 TINY = PathLimits(small_run_bytes=64, piece_bytes_max=1500, piece_runs_max=5)
 DEVICES = {
@@ -379,42 +377,6 @@ def test_a_process_that_dies_in_mid_copy_has_told_nobody_that_it_ended() -> None
 
 
 # --------------------------------------------------------------------------------------- kernels
-
-
-class TwinKernels:
-    """Copies by kernels as the real ones will be: every run a row of a table."""
-
-    def __init__(self, cuda: FakeCudart) -> None:
-        self._cuda = cuda
-        self._tables: list[Piece] = []
-        self.paths: set[CopyPath] = set()
-        self.refuse = False
-        cuda.add_twin("copy_runs", self._twin)
-        self._function = cuda.load_function(b"cubin", "copy_runs")
-
-    def submit(self, piece: Piece, stream: Stream) -> None:
-        if self.refuse:
-            raise CudaRefused("cuLaunchKernel", CudaCode.INVALID_VALUE)
-        self.paths.add(piece.path)
-        self._tables.append(piece)
-        on_device = Ranges(piece.device, piece.sizes)
-        on_host = Ranges(piece.seen, piece.sizes)
-        is_load = piece.direction is Direction.HOST_TO_DEVICE
-        reads, writes = (on_host, on_device) if is_load else (on_device, on_host)
-        launch = KernelLaunch(
-            self._function, 4, 1024, [len(self._tables) - 1], reads=reads, writes=writes
-        )
-        self._cuda.launch(launch, stream)
-
-    def _twin(self, memory: FakeMemory, arguments: object) -> None:
-        [index] = list(arguments)  # type: ignore[call-overload]
-        piece = self._tables[index]
-        is_load = piece.direction is Direction.HOST_TO_DEVICE
-        targets, sources = (piece.device, piece.seen) if is_load else (piece.seen, piece.device)
-        for target, source, size in zip(
-            targets.tolist(), sources.tolist(), piece.sizes.tolist(), strict=True
-        ):
-            np.copyto(memory.on_device(target, size), memory.on_device(source, size))
 
 
 KERNEL_LIMITS = PathLimits(small_run_bytes=4096, kernel_count_min=2, piece_runs_max=7)

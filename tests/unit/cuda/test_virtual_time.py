@@ -8,6 +8,7 @@ import pytest
 from kvtier.cuda.copy_paths import PathLimits
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_timeline import Engine
+from kvtier.cuda.runtime import Ranges
 from kvtier.cuda.streams import CopyTicket
 from tests.support.copy_rig import CopyRig
 from tests.support.kv_layouts import LAYOUTS, Sizes
@@ -112,3 +113,62 @@ def test_pageable_memory_works_and_makes_the_copying_thread_wait() -> None:
     seconds = seconds_of(rig, rig.offload(BLOCKS, BLOCKS))
     assert link_share(rig, seconds) < 0.15
     assert rig.cuda.synchronize_count > 0
+
+
+# ------------------------------------------------------------------------------------- by layers
+
+LAYER_COUNT, LAYER_SECONDS = 32, 30e-6
+
+
+def run_forward(rig: CopyRig, tickets: list[CopyTicket], *, is_synchronous: bool) -> float:
+    """A step over blocks that come in layer by layer, and the offload of others behind it.
+
+    Time has one host thread here: each layer's copies are submitted just before its kernels, and
+    the rest by `poll`. In a worker, the copying thread does so meanwhile.
+    """
+    start = rig.cuda.now
+    layout = rig.kv.layout
+    places = [rig.slots[slot] for slot in BLOCKS]
+    for layer in range(LAYER_COUNT):
+        part = layout.part(layer, layer + 1)
+        tickets.append(rig.streams.onboard(part, BLOCKS, places, rig.compute))
+    tickets.append(rig.offload([20, 21, 22, 23], [30, 31, 32, 33]))
+    for layer in range(LAYER_COUNT):
+        rig.streams.follow(rig.compute, tickets[layer])
+        if is_synchronous:
+            rig.cuda.synchronize_stream(rig.compute)
+        rig.cuda.compute(rig.compute, LAYER_SECONDS, reads=layer_ranges(rig, layer))
+    done = rig.cuda.create_event()
+    rig.cuda.record_event(done, rig.compute)
+    while not (rig.cuda.is_event_done(done) and rig.streams.is_idle):
+        rig.streams.poll()
+        rig.cuda.advance(1e-6)
+    return rig.cuda.now - start
+
+
+def layer_ranges(rig: CopyRig, layer: int) -> Ranges:
+    part = rig.kv.layout.part(layer, layer + 1)
+    blocks = np.array(BLOCKS, np.uint64)
+    return Ranges(part.addresses + blocks * part.steps, np.repeat(part.sizes, len(blocks)))
+
+
+def test_layers_come_in_beside_compute_and_the_offload_runs_behind_it() -> None:
+    rig = rig_of("packed LBHNC")
+    tickets: list[CopyTicket] = []
+    seconds = run_forward(rig, tickets, is_synchronous=False)
+    compute = LAYER_COUNT * LAYER_SECONDS
+    busy = max(
+        rig.cuda.timeline.busy_seconds(engine)
+        for engine in (Engine.HOST_TO_DEVICE, Engine.DEVICE_TO_HOST)
+    )
+    assert [ticket.failed for ticket in tickets] == [None] * (LAYER_COUNT + 1)
+    assert seconds < 1.15 * max(compute, busy)
+    assert rig.cuda.synchronize_count == 0
+    rig.cuda.checker.assert_no_races()
+
+
+def test_a_step_that_waits_for_each_layer_is_not_overlapped() -> None:
+    """What the test before must be able to tell."""
+    rig = rig_of("packed LBHNC")
+    seconds = run_forward(rig, [], is_synchronous=True)
+    assert seconds > 1.15 * LAYER_COUNT * LAYER_SECONDS

@@ -18,6 +18,7 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import SchedulerClient
 from kvtier.connector.control import Control, ControlThread
 from kvtier.connector.desk import Desk
+from kvtier.connector.heads import Head
 from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
 from kvtier.connector.offloading import Offloader
 from kvtier.connector.onboarding import Onboarder
@@ -96,11 +97,14 @@ class SchedulerConnector:
 
     @_hook(without=_nothing)
     def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """A request arrived. `hashes`: of all full blocks of its prompt. Starts the match."""
+        """A request arrived. `hashes`: of all full blocks of its prompt. Starts the match.
+
+        A `Head` is kept as it is, anything else is copied.
+        """
         self._offloader.tend()
         if request_id in self._requests:
             return  # Told twice, or the id of one that is not released yet: no kvtier for it.
-        request = Request(request_id, tuple(hashes))
+        request = Request(request_id, hashes if isinstance(hashes, Head) else tuple(hashes))
         self._requests[request_id] = request
         if request.prompt:
             self._offloader.ask_match(request)

@@ -20,7 +20,9 @@ class ReuseWatch:
         self._allocated: set[int] = set()  # Since the last step.
         self._reader: dict[int, int] = {}  # Device block -> the offload that reads it.
         self._read: dict[int, tuple[int, ...]] = {}  # The same, by job.
-        self._parked: dict[str, frozenset[int]] = {}  # Of ended requests with blocks to plan.
+        # Of ended requests with blocks to plan. Most are gone again before anything is allocated,
+        # so the sets are made when one is needed.
+        self._parked: dict[str, Sequence[int] | frozenset[int]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -32,15 +34,21 @@ class ReuseWatch:
 
     def park(self, request_id: str, device_blocks: Sequence[int]) -> None:
         """The request has ended, and more of these blocks are to be offloaded."""
-        self._parked[request_id] = frozenset(device_blocks)
+        self._parked[request_id] = device_blocks
 
     def unpark(self, request_id: str) -> None:
         self._parked.pop(request_id, None)
 
-    @property
     def is_parked_block_allocated(self) -> bool:
         """Whether blocks of an ended request are lost, so that no more of them may be planned."""
-        return any(not self._allocated.isdisjoint(blocks) for blocks in self._parked.values())
+        if not self._allocated:
+            return False
+        for request_id, blocks in self._parked.items():
+            found = blocks if isinstance(blocks, frozenset) else frozenset(blocks)
+            self._parked[request_id] = found
+            if not found.isdisjoint(self._allocated):
+                return True
+        return False
 
     def begin_step(self, jobs: Sequence[OffloadJob]) -> tuple[list[OffloadJob], tuple[int, ...]]:
         """Of the newly planned `jobs` those to be copied, and earlier ones to be withdrawn."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.client import Client
+from kvtier.connector.heads import Head
 from kvtier.connector.jobs import FailReason, JobResult
 from kvtier.connector.scheduler import SchedulerConnector
 from kvtier.connector.vllm.adapters import AdapterHashes, adapter_mark
@@ -125,7 +126,7 @@ class SchedulerSide:
             self._requests[request.request_id] = Tracked(
                 request, hashes, may_onboard, may_offload, request.num_preemptions
             )
-            core.on_new_request(request.request_id, hashes)
+            core.on_new_request(request.request_id, Head(hashes, len(hashes)))
 
     def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own; always loaded between steps, never within one."""
@@ -198,7 +199,7 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 self._note_preemption(core, tracked)
         self._note_device_blocks(output)
-        if self._reuse.is_parked_block_allocated:
+        if self._reuse.is_parked_block_allocated():
             core.on_device_blocks_short(ALL_BLOCKS)
         for request_id in output.num_scheduled_tokens:
             if (tracked := self._requests.get(request_id)) is not None:
@@ -334,4 +335,6 @@ class SchedulerSide:
         count = min(computed_count, len(tracked.hashes), len(device_blocks))
         if count > tracked.full_count:
             tracked.full_count = count
-            core.on_blocks_full(tracked.request.request_id, tracked.hashes, device_blocks[:count])
+            core.on_blocks_full(
+                tracked.request.request_id, tracked.hashes, Head(device_blocks, count)
+            )

@@ -49,11 +49,12 @@ class PowerCut(Enum):
     TORN = auto()  # Payloads written last.
     OLD_TABLE = auto()  # The slot table's last writes are lost, what stands in the slots is not.
     TORN_TABLE = auto()
+    KILLED_AGAIN = auto()  # A life in between that ends while it reads the pool.
 
 
 CUTS = [
     *(PowerCut.NONE, PowerCut.TORN, PowerCut.OLD_TABLE),
-    *(PowerCut.NONE, PowerCut.TORN, PowerCut.TORN_TABLE),
+    *(PowerCut.KILLED_AGAIN, PowerCut.TORN, PowerCut.TORN_TABLE),
 ]
 
 
@@ -138,6 +139,8 @@ class Torture:
         damaged = self._damage(cut)
         if cut is PowerCut.OLD_TABLE:
             table.put_back()
+        elif cut is PowerCut.KILLED_AGAIN:
+            self._live_shortly()
         self._restart(number)
         for side in self._sides:
             stood = side.standing.of_last_life(killed_at - STOOD_SECONDS) - damaged
@@ -168,6 +171,15 @@ class Torture:
             found |= tear_entries(self._paths, self.rng)
         self.done["damaged"] += len(found)
         return found
+
+    def _live_shortly(self) -> None:
+        """A life that no client hears of."""
+        socket = self.daemon.socket
+        self.daemon.socket = socket.with_name("unheard.sock")
+        self.daemon.start()
+        time.sleep(self.rng.uniform(0.0, 0.1))
+        self.daemon.kill()
+        self.daemon.socket = socket
 
     def _restart(self, number: int) -> None:
         self.daemon.start()

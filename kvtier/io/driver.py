@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -43,10 +43,10 @@ class Access:
     member: int  # Its number in the batch.
     offset: int
     views: tuple[Bytes, ...]
+    length_bytes: int = field(init=False)  # Asked for several times on its way.
 
-    @property
-    def length_bytes(self) -> int:
-        return sum(view.nbytes for view in self.views)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length_bytes", sum([view.nbytes for view in self.views]))
 
 
 # Whether member i's bytes are right; asked in a driver's thread, before a write or after a read.

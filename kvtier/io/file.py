@@ -184,7 +184,8 @@ class FileDriver:
                 sound.append(access)
             else:
                 call.batch.finish(access.member, Outcome.CORRUPT)
-        for run in merge(sound):
+        runs = [call.accesses] if len(sound) == len(call.accesses) else merge(sound)
+        for run in runs:
             for access, outcome in self._transfer(os.pwritev, run):
                 call.batch.finish(access.member, outcome)
 

@@ -298,14 +298,15 @@ class NvmePool:
     ) -> list[tuple[Driver, list[Access]]]:
         """What goes to each path."""
         found: list[tuple[Driver, list[Access]]] = [(driver, []) for driver in self._drivers]
-        geometry = self.geometry
+        # Worked out once: this runs on the event loop.
+        segments_first, segment_bytes = self.geometry.segments_first, self.geometry.segment_bytes
+        row_count_max, slot_bytes = self.geometry.row_count_max, layout.slot_bytes
         lengths = [layout.padded_shard_bytes] * layout.shard_count
         for member, (slot, block) in enumerate(zip(slots.tolist(), blocks, strict=True)):
             assert list(map(len, block)) == lengths, "a view for each shard, padding included"
-            segment, row = divmod(slot, geometry.row_count_max)
+            segment, row = divmod(slot, row_count_max)
             local, path = divmod(segment, len(self._drivers))
-            first = geometry.segments_first + local * geometry.segment_bytes
-            offset = first + row * layout.slot_bytes
+            offset = segments_first + local * segment_bytes + row * slot_bytes
             found[path][1].append(Access(member, offset, tuple(block)))
         return [(driver, accesses) for driver, accesses in found if accesses]
 

@@ -22,6 +22,10 @@ class Head(Sequence[T]):
         self._whole = whole
         self._count = count
 
+    def until(self, count: int) -> Head[T]:
+        """The first `count` elements of the same list."""
+        return self if count == self._count else Head(self._whole, count)
+
     def __len__(self) -> int:
         return self._count
 

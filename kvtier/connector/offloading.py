@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from kvtier.connector.desk import Desk
+from kvtier.connector.heads import Head
 from kvtier.connector.jobs import OffloadJob
 from kvtier.connector.lingering import LingeringRequests
 from kvtier.connector.moving import MovingBlocks
@@ -20,6 +22,8 @@ from kvtier.connector.stock import Footing
 from kvtier.connector.supply import SlotSupply
 from kvtier.errors import KVTierError
 from kvtier.types import PrefixMatch
+
+T = TypeVar("T")
 
 # Requests with blocks left over that one plan looks at: bounds the hook's time.
 _PENDING_PER_PLAN = 64
@@ -67,8 +71,11 @@ class Offloader:
             known_count = 0
         if count == known_count:
             return
-        request.chain.extend(hashes[known_count:count])
-        request.device_blocks.extend(device_blocks[known_count:count])
+        if isinstance(hashes, Head) and isinstance(device_blocks, Head):
+            request.chain, request.device_blocks = hashes.until(count), device_blocks.until(count)
+        else:
+            request.chain = _extended(request.chain, hashes, count)
+            request.device_blocks = _extended(request.device_blocks, device_blocks, count)
         self._pending[request.request_id] = request
         self._pick(request, self._budget)
 
@@ -358,3 +365,10 @@ class Offloader:
         for flight in list(self._planned.values()):
             if flight.session != session:
                 self._withdraw(flight, "session_lost")
+
+
+def _extended(known: Sequence[T], told: Sequence[T], count: int) -> list[T]:
+    """A list of our own, made longer in place: it costs what is new."""
+    own = known if isinstance(known, list) else list(known)
+    own.extend(told[len(own) : count])
+    return own

@@ -59,8 +59,8 @@ class Request:
     local_block_count: int = 0
     attempt: Attempt | None = None
     # The prefix whose device blocks hold computed KV, and how far it has been planned.
-    chain: list[bytes] = field(default_factory=list)
-    device_blocks: list[int] = field(default_factory=list)
+    chain: Sequence[bytes] = ()
+    device_blocks: Sequence[int] = ()
     offload_index: int = 0
     residency: Residency = Residency.UNKNOWN
     matched_count: int = 0
@@ -98,8 +98,8 @@ class Request:
         return self.hold_count > 0
 
     def forget_chain(self) -> None:
-        self.chain = []
-        self.device_blocks = []
+        self.chain = ()
+        self.device_blocks = ()
         self.offload_index = 0
 
 

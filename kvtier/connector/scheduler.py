@@ -146,7 +146,7 @@ class SchedulerConnector:
         """The request's whole chain so far: confirmed tokens whose KV is computed or onboarded.
 
         device_blocks[i] holds block i; the engine keeps it unchanged until request_finished,
-        on_preempted or reset, and beyond that as these say.
+        on_preempted or reset, and beyond that as these say. Nothing is copied of two `Head`s.
         """
         request = self._requests.get(request_id)
         if request is not None and not request.is_finished:

@@ -335,6 +335,5 @@ class SchedulerSide:
         count = min(computed_count, len(tracked.hashes), len(device_blocks))
         if count > tracked.full_count:
             tracked.full_count = count
-            core.on_blocks_full(
-                tracked.request.request_id, tracked.hashes, Head(device_blocks, count)
-            )
+            hashes, filled = Head(tracked.hashes, count), Head(device_blocks, count)
+            core.on_blocks_full(tracked.request.request_id, hashes, filled)

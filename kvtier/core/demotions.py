@@ -189,7 +189,7 @@ class Demotions:
                 if begun_count < len(rows):
                     self._put_back(queue, flag, residency, rows[begun_count:])
                     self.retiring.begin(now)
-                return found
+                return found or self._begin_again()
         return []
 
     def _gather(

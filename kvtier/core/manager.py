@@ -336,7 +336,7 @@ class BlockManager:
             return [*found, ins.Continue(event)]
         for residency in self._namespaces.values():
             if residency.sweep_pending:
-                lost = residency.sweep(self._config.slice_blocks)
+                lost = residency.sweep(self._config.swept_slice_blocks)
                 return [*self._forget(residency, lost), ins.Continue(event)]
         found = self._forget_nvme(now)
         if found is not None:

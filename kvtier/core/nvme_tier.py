@@ -79,8 +79,8 @@ class NvmeTier:
 
     def on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:
         residency = self._namespaces[event.namespace]
-        if event.epoch != residency.epoch or not self.is_readable:
-            return []  # Cleared since the pool was read: all of it is void.
+        if not self.is_readable:
+            return []
         start, stop = event.done_count, event.done_count + RECOVERED_SLICE_BLOCKS
         changed = start > 0 and event.change_count != residency.change_count
         if changed or residency.index.sweep_pending:
@@ -89,7 +89,10 @@ class NvmeTier:
         rows = event.rows if event.rows is not None else np.full(count, NOBODY, dtype=np.int32)
         slots = event.nvme_slots[start:stop]
         valid = self.book.are_ready(slots, event.sequences[start:stop])
-        kept = self._take_in(residency, event, rows, start, valid)
+        if event.epoch == residency.epoch:
+            kept = self._take_in(residency, event, rows, start, valid)
+        else:  # Cleared since the pool was read: all of it is void.
+            kept = np.zeros_like(valid)
         lost = slots[~kept & valid]
         self.dropped_count += len(lost)
         found = self.forget_slots(lost.tolist())

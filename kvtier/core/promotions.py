@@ -33,8 +33,6 @@ from kvtier.core.shares import Shares
 from kvtier.core.tiers import DAEMON_OWNER
 from kvtier.types import Cut, NamespaceId, SessionId, TierName
 
-PREFETCH_SLICE_BLOCKS = 256
-
 
 class Want(IntEnum):
     """Who wants a promotion; the smaller goes first."""
@@ -168,7 +166,7 @@ class Promotions:
     def on_prefetch(self, event: ev.Prefetch, now: float) -> list[ins.Instruction]:
         """A slice: the leading blocks in memory are counted, those behind them asked for."""
         residency = self._namespaces[event.namespace]
-        start, stop = event.done_count, event.done_count + PREFETCH_SLICE_BLOCKS
+        start, stop = event.done_count, event.done_count + self._shares.promoted_slice_blocks
         part = event.hashes[start:stop]
         rows, cut = residency.straight_rows(part, event.hashes[start - 1] if start else None)
         residency.keep(rows, now)  # Or room is made by evicting what they follow.

@@ -50,4 +50,6 @@ class ManagerConfig:
     slice_blocks: int = 1024
     # Evicting takes about 8 µs a block: likewise.
     evict_slice_blocks: int = 256
+    # Sweeping takes about 5 µs a block that was in both tiers.
+    swept_slice_blocks: int = 512
     nvme: NvmeSettings = NvmeSettings()  # Counts once an NVMe pool is opened.

@@ -195,7 +195,7 @@ class Shares:
         tier = residency.tier
         usable = self.usable(session, residency.facts.namespace)
         found: list[ins.Instruction] = []
-        count = min(count, self._config.evict_slice_blocks)
+        count = min(count, self.promoted_slice_blocks)
         if tier.allocator.free_count_in(usable) < count:
             self._wanting[residency.facts.namespace] = None
             found.extend(self._grow(residency, now))
@@ -205,6 +205,11 @@ class Shares:
                 found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
         free_count = tier.allocator.free_count_in(usable)
         return tier.reserve(min(count, free_count), DAEMON_SESSION, usable), found
+
+    @property
+    def promoted_slice_blocks(self) -> int:
+        """Slots that are taken for promotion at once: for each a block may have to be evicted."""
+        return self._config.evict_slice_blocks
 
     @property
     def pool_bytes(self) -> int:

@@ -209,11 +209,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for engine in self.engines:
             for process in engine.processes:
                 engine.die(process)
-        self.world.finish_turns()
-        while self.world.checksums:
-            self.world.compute_checksums(0)
+        self.world.finish_work()
         self.world.now += 100.0
         self.world.run(ev.Tick())
+        self.world.finish_work()
         assert self.world.manager.check_invariants() == []
         self.world.assert_all_free()
         self.world.run(ev.Tick())

@@ -63,6 +63,7 @@ class Held:
     namespace: NamespaceId
     deadline: float
     blocks: dict[int, BlockHash]  # Slot -> block.
+    is_planned: bool = False  # Whoever tests has planned its end.
 
 
 @dataclass
@@ -97,6 +98,7 @@ class FakeEngine:
         self.copies: list[CopyOut] = []
         self.dma: list[tuple[float, CopyOut]] = []  # Begun by processes that died: until when.
         self.leases: list[Held] = []
+        self.sessions: set[SessionId] = set()
         world.reserved_watchers.append(self._assert_harmless)
         world.drop_watchers.append(self._assert_unmapped)
         for process in self.processes:
@@ -114,15 +116,21 @@ class FakeEngine:
         if replaces is not None:
             process.own_old.append(replaces)
         process.session = process.last_session = session
+        self.sessions.add(session)
         world.run_quietly(
             ev.SessionOpened(session, self.id, process.role, process.shards, replaces=replaces)
         )
-        for namespace, record in world.namespaces.items():
-            if record.shard_count == len(self.workers):
-                world.run_quietly(ev.NamespaceJoined(session, namespace))
+        for namespace in world.namespaces:
+            self._join(session, namespace)
         if process is self.scheduler:
             self.offloads.clear()  # Begun under another session: never committed.
             self.leases = [one for one in self.leases if one.deadline > world.now]
+
+    def join(self, namespace: NamespaceId) -> None:
+        """The namespace is open now: the engine uses it from here on."""
+        for process in self.processes:
+            if process.session is not None:
+                self._join(process.session, namespace)
 
     def lose(self, process: Process) -> None:
         """The connection breaks; the process does not notice before it connects again."""
@@ -143,8 +151,15 @@ class FakeEngine:
             self.dma.extend((until, one) for one in self.copies if one.worker is process)
             self.copies = [one for one in self.copies if one.worker is not process]
             self.world.run_quietly(ev.ProcessDied(process.last_session))
-            if not any(one.alive for one in self.processes):
-                self.leases.clear()
+            self._forget_if_gone()
+
+    def vanish(self) -> None:
+        """The machine has lost power, and the daemon with it."""
+        for process in self.processes:
+            process.alive = False
+            process.session = None
+        for work in (self.copies, self.offloads, self.dma, self.leases):
+            work.clear()
 
     def say_bye(self, process: Process) -> None:
         """The orderly end; its copies have been run."""
@@ -156,8 +171,7 @@ class FakeEngine:
             session, process.session = process.session, None
             process.alive = False
             self.world.run_quietly(ev.SessionEnded(session))
-            if not any(one.alive for one in self.processes):
-                self.leases.clear()
+            self._forget_if_gone()
 
     def read_mail(self, process: Process) -> None:
         """Work off one thing the daemon has asked of this process."""
@@ -217,6 +231,8 @@ class FakeEngine:
         """Plan copies of the blocks of this chain that are not resident, as far as slots go."""
         session = self.scheduler.session or self.scheduler.last_session
         if session is None or not self.scheduler.alive:
+            return
+        if not self.world.namespaces[namespace].is_open:
             return
         stock = self.stock.get((session, namespace), [])
         first = self.world.match(namespace, hashes).matched_count
@@ -296,16 +312,19 @@ class FakeEngine:
         *,
         seconds: float,
         skip: int = 0,
+        wait: float = 0.0,
         on_granted: Callable[[ins.LeaseGranted], None] | None = None,
     ) -> None:
+        """`wait`: for so long blocks may be promoted before the answer."""
         session = self.scheduler.session
         if session is None:
             return
-        deadline = self.world.now + seconds
+        now = self.world.now
+        deadline, wait_until = now + seconds, now + wait if wait else 0.0
         self.tally.asked_count += len(hashes)
 
         def granted(outcome: Outcome) -> None:
-            if isinstance(outcome, KVTierError):
+            if isinstance(outcome, KVTierError | ins.LeasePending):
                 return
             assert isinstance(outcome, ins.LeaseGranted)
             if on_granted is not None:
@@ -313,7 +332,8 @@ class FakeEngine:
             if outcome.lease is None:
                 return
             slots = outcome.slots.tolist()
-            self._assert_mapped(slots)
+            if self.world.now == now:  # Else its workers may have been replaced meanwhile.
+                self._assert_mapped(slots)
             assert len(slots) == outcome.leased_count - skip
             blocks = dict(zip(slots, hashes[skip : outcome.leased_count], strict=True))
             self.tally.hit_count += outcome.leased_count
@@ -321,9 +341,10 @@ class FakeEngine:
             self.leases.append(held)
             self.read(held)
 
-        self.world.start(
-            ev.Acquire(session, namespace, packed(hashes), deadline, skip_count=skip), granted
+        acquire = ev.Acquire(
+            session, namespace, packed(hashes), deadline, skip_count=skip, wait_until=wait_until
         )
+        self.world.start(acquire, granted)
 
     def read(self, held: Held) -> None:
         """The workers copy what was leased: before the deadline these must be the right bytes."""
@@ -339,6 +360,13 @@ class FakeEngine:
                         )
                         self.tally.read_count += 1
 
+    def release_pending(self) -> None:
+        """Give up a lease whose blocks are still being promoted."""
+        session = self.scheduler.session
+        mine = [one for one, waiting in self.world.waiting.items() if waiting.session == session]
+        if session is not None and mine:
+            self.world.run_quietly(ev.Release(session, (mine[0],)))
+
     def release(self, held: Held) -> None:
         session = self.scheduler.session
         if session is not None:
@@ -351,6 +379,17 @@ class FakeEngine:
             held.blocks.pop(slot, None)
 
     # --------------------------------------------------------------------------------- helpers
+
+    def _join(self, session: SessionId, namespace: NamespaceId) -> None:
+        record = self.world.namespaces[namespace]
+        if record.is_open and record.shard_count == len(self.workers):
+            self.world.run_quietly(ev.NamespaceJoined(session, namespace))
+
+    def _forget_if_gone(self) -> None:
+        """With the last process all that was promised to the engine is over."""
+        if not any(one.alive for one in self.processes):
+            self.leases.clear()
+            self.world.forget_waiting(self.sessions)
 
     def _uses_slab(self, process: Process, slab: SlabId) -> bool:
         """Whether a copy or a read of this process may touch the slab."""

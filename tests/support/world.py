@@ -2,12 +2,13 @@
 
 The shell here runs every instruction as the daemon would, keeps what watchers were told, and knows
 what each slot holds. Whatever the manager decides wrongly shows as a wrong byte (`read`), a wrong
-answer (`check`), or a slot that nobody gets back (`assert_all_free`).
+answer (`check`), or a slot that nobody gets back (`assert_all_free`). With `open_nvme` it has an
+NVMe pool as well (`nvme_shell.py`, `fake_disk.py`, `fake_mover.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +22,17 @@ from kvtier.policy.lru import LruPolicy
 from kvtier.types import (
     BlockHash,
     EngineId,
+    LeaseId,
     NamespaceId,
     PackedHashes,
     PrefixMatch,
     SessionId,
     SlabId,
     SlabSetId,
+    TierName,
 )
+from tests.support.fake_disk import FakeDisk, Stamp, checksum_of
+from tests.support.nvme_shell import NvmeShell
 
 HASH_BYTES = 32
 Outcome = ins.Reply | KVTierError
@@ -59,10 +64,30 @@ class NamespaceRecord:
     """What a watcher knows of a namespace, and what the slot table says."""
 
     shard_count: int
+    slot_bytes: int
     epoch: int
-    stored: set[BlockHash] = field(default_factory=set)
+    fingerprint: bytes
+    is_open: bool = False
+    in_memory: set[BlockHash] = field(default_factory=set)
+    on_nvme: set[BlockHash] = field(default_factory=set)
     ever_ready: set[BlockHash] = field(default_factory=set)
     ready_at: dict[int, BlockHash] = field(default_factory=dict)  # Slot -> block, slot table.
+
+    @property
+    def stored(self) -> set[BlockHash]:
+        return self.in_memory | self.on_nvme
+
+    def stored_in(self, tier: TierName) -> set[BlockHash]:
+        return self.in_memory if tier is TierName.DRAM else self.on_nvme
+
+
+@dataclass
+class Waiting:
+    """A lease that is pending."""
+
+    session: SessionId
+    until: float
+    on_outcome: OnOutcome | None
 
 
 class World:
@@ -74,8 +99,8 @@ class World:
         *,
         make_manager: Callable[[ManagerConfig], BlockManager] | None = None,
     ) -> None:
-        make = make_manager or (lambda config: BlockManager(config, make_policy=LruPolicy))
-        self.manager = make(config)
+        self._make = make_manager or (lambda config: BlockManager(config, make_policy=LruPolicy))
+        self.manager = self._make(config)
         self.config = config
         self.now = 0.0
         self.turns: list[tuple[ev.Event, OnOutcome | None]] = []
@@ -84,6 +109,11 @@ class World:
         self.sets: dict[SlabSetId, Bound] = {}
         self.namespaces: dict[NamespaceId, NamespaceRecord] = {}
         self.content: dict[tuple[int, int], bytes] = {}  # (slot, shard) -> what it holds.
+        self.scribbled: set[int] = set()
+        self.checksum_at: dict[int, int] = {}  # By the slot table.
+        self.waiting: dict[LeaseId, Waiting] = {}
+        self.granted: dict[LeaseId, ins.LeaseGranted] = {}  # Of those that were pending.
+        self.nvme: NvmeShell | None = None
         self.dropped_slots: set[int] = set()
         self.removed_count = 0
         self.reserved_watchers: list[Callable[[list[int]], None]] = []
@@ -96,17 +126,32 @@ class World:
 
     def start(self, event: ev.Event, on_outcome: OnOutcome | None = None) -> None:
         """Handle the first slice; what is left waits in `turns`."""
+        if isinstance(event, ev.BlocksRecovered):
+            assert self.nvme is not None
+            taken_in = self.nvme.to_be_taken_in(event)
         try:
             done = self.manager.handle(event, self.now)
         except KVTierError as error:
             if on_outcome is not None:
                 on_outcome(error)
             return
+        if isinstance(event, ev.BlocksRecovered):
+            self.namespaces[event.namespace].on_nvme.update(taken_in)
         following = [one for one in done if isinstance(one, ins.Continue)]
         assert len(following) <= 1, "two events to continue with"
         assert done[len(done) - len(following) :] == following, "Continue is the last instruction"
         for instruction in done:
+            if isinstance(instruction, ins.LeasePending):
+                assert isinstance(event, ev.Acquire), "only an Acquire is answered so"
+                until = min(event.wait_until, event.deadline)
+                self.waiting[instruction.lease] = Waiting(event.session, until, on_outcome)
             self._run(instruction, on_outcome)
+        if isinstance(event, ev.Release):
+            for lease in event.leases:
+                self.waiting.pop(lease, None)
+        if isinstance(event, ev.Tick):
+            late = [lease for lease, one in self.waiting.items() if one.until <= self.now]
+            assert not late, f"leases {late} wait for longer than they should"
 
     def turn(self, index: int) -> None:
         """Handle the next slice of one of the events under way."""
@@ -129,8 +174,19 @@ class World:
 
     def compute_checksums(self, index: int) -> None:
         one = self.checksums.pop(index % len(self.checksums))
-        checksums = np.zeros(len(one.slots), dtype=np.uint64)
+        stamps = [self.stamp(one.namespace, slot) for slot in one.slots.tolist()]
+        checksums = np.array([checksum_of(stamp) for stamp in stamps], dtype=np.uint64)
         self.run_quietly(ev.ChecksumsComputed(one.namespace, one.slots, checksums))
+
+    def finish_work(self) -> None:
+        """All that is under way ends, as it should."""
+        self.finish_turns()
+        while self.checksums:
+            self.compute_checksums(0)
+            self.finish_turns()
+        if self.nvme is not None:
+            self.nvme.mover.finish_all()
+        assert not self.waiting, f"leases {list(self.waiting)} wait for nothing"
 
     def run_quietly(self, event: ev.Event) -> None:
         """An event of the shell's own, which the manager has no reason to refuse."""
@@ -143,13 +199,56 @@ class World:
     def open_namespace(
         self, namespace: NamespaceId, *, slot_bytes: int, shard_count: int = 1
     ) -> None:
-        epoch = self.new_epoch()
-        self.namespaces[namespace] = NamespaceRecord(shard_count, epoch)
-        self.run(ev.NamespaceOpened(namespace, epoch, HASH_BYTES, slot_bytes, shard_count))
+        if namespace not in self.namespaces:
+            self.namespaces[namespace] = NamespaceRecord(
+                shard_count, slot_bytes, self.new_epoch(), b"namespace-%06d" % namespace
+            )
+        record = self.namespaces[namespace]
+        record.is_open = True
+        self.run_quietly(
+            ev.NamespaceOpened(
+                namespace,
+                record.epoch,
+                HASH_BYTES,
+                slot_bytes,
+                shard_count,
+                shard_bytes=slot_bytes,
+                fingerprint=record.fingerprint,
+            )
+        )
+        if self.nvme is not None:
+            self.nvme.hand_over(namespace)
+
+    def open_nvme(self, disk: FakeDisk) -> NvmeShell:
+        self.nvme = NvmeShell(self, disk)
+        self.nvme.open()
+        return self.nvme
+
+    def restart(self, keeps: Callable[[int], bool]) -> None:
+        """Power is cut and the daemon started anew: memory is gone, and all who used it."""
+        if self.nvme is not None:
+            self.nvme.cut_power(keeps)
+            self.nvme = None
+        self.manager = self._make(self.config)
+        for part in (self.turns, self.checksums, self.reserved_watchers, self.drop_watchers):
+            part.clear()
+        for whole in (self.mail, self.sets, self.content, self.checksum_at, self.waiting):
+            whole.clear()
+        self.scribbled.clear()
+        self.dropped_slots.clear()
+        for record in self.namespaces.values():
+            record.is_open = False
+            for blocks in (record.in_memory, record.on_nvme, record.ready_at):
+                blocks.clear()
 
     def populate_slab(self) -> None:
         self.run_quietly(ev.SlabPopulated(SlabId(self._next_slab)))
         self._next_slab += 1
+
+    def forget_waiting(self, sessions: Collection[SessionId]) -> None:
+        """The engine of these sessions is gone: nobody is told of its pending leases."""
+        for lease in [one for one, waiting in self.waiting.items() if waiting.session in sessions]:
+            del self.waiting[lease]
 
     def new_session(self) -> SessionId:
         session = SessionId(self._next_session)
@@ -172,6 +271,11 @@ class World:
     def scribble(self, slot: int) -> None:
         """Something overwrites the slot that should not have."""
         self.content[slot, 0] = b"scribble"
+        self.scribbled.add(slot)
+
+    def stamp(self, namespace: NamespaceId, slot: int) -> Stamp:
+        shard_count = self.namespaces[namespace].shard_count
+        return tuple(self.content.get((slot, shard), b"") for shard in range(shard_count))
 
     def is_right(self, slot: int, shard: int, block: BlockHash) -> bool:
         return self.content.get((slot, shard)) == block and slot not in self.dropped_slots
@@ -191,11 +295,21 @@ class World:
         violations = self.manager.check_invariants()
         assert not violations, violations
         for namespace, record in self.namespaces.items():
+            if not record.is_open:
+                continue
             assert self.manager.namespace_epoch(namespace) == record.epoch
             assert record.stored <= record.ever_ready, "a block is stored that nobody committed"
             for hashes in chains:
-                count = self.match(namespace, hashes).matched_count
+                match = self.match(namespace, hashes)
+                count, memory_count = match.matched_count, match.memory_count
                 assert count == self.told_count(namespace, hashes), "a match is wrong"
+                assert sum(number for _, number in match.tiers) == count
+                # An edge of what is in memory; there may be several.
+                beside = [block in record.in_memory for block in hashes[:count]]
+                assert memory_count == 0 or beside[memory_count - 1]
+                assert memory_count == count or not beside[memory_count]
+        if self.nvme is not None:
+            self.nvme.check()
 
     def assert_all_free(self) -> None:
         """Nobody is left: once evicted, every slot of every namespace is free again."""
@@ -210,9 +324,12 @@ class World:
         for counts in self.manager.stats().namespaces:
             assert counts.free_count == counts.slot_count, counts
             assert counts.block_count == 0, counts
+        if self.nvme is not None:
+            self.nvme.assert_all_free()
 
     def clear(self, namespace: NamespaceId) -> None:
-        self.run_quietly(ev.Clear(namespace, self.new_epoch()))
+        if self.namespaces[namespace].is_open:
+            self.run_quietly(ev.Clear(namespace, self.new_epoch()))
 
     # ----------------------------------------------------------------------------- instructions
 
@@ -229,6 +346,13 @@ class World:
                 self.sets[done.slab_set] = Bound(done.namespace, done.slabs, slots)
             case ins.DropSlabs():
                 self._drop(done)
+            case ins.Demote() | ins.Promote():
+                assert self.nvme is not None
+                self.nvme.mover.begin(done)
+            case ins.LeaseGranted():
+                _check_granted(done)
+            case ins.LeaseReady():
+                self._answer(done)
             case _:
                 self._note(done)
         if isinstance(done, ins.Reply) and on_outcome is not None:
@@ -243,20 +367,22 @@ class World:
                 for slot, block in zip(done.slots.tolist(), done.hashes, strict=True):
                     record.ready_at[slot] = block
                     record.ever_ready.add(block)
+            case ins.WriteChecksums():
+                self.checksum_at.update(
+                    zip(done.slots.tolist(), done.checksums.tolist(), strict=True)
+                )
             case ins.WriteReserved() | ins.WriteGone():
                 if isinstance(done, ins.WriteReserved):
-                    for watcher in self.reserved_watchers:
-                        watcher(done.slots.tolist())
+                    self._give(done.slots.tolist())
                 for slot in done.slots.tolist():
                     self.namespaces[done.namespace].ready_at.pop(slot, None)
             case ins.BlocksStored():
-                stored = self.namespaces[done.namespace].stored
-                parent = done.parent
-                assert parent is None or parent in stored, "stored behind a block that is not"
-                assert stored.isdisjoint(done.hashes), "stored twice"
-                stored.update(done.hashes)
+                record, parent = self.namespaces[done.namespace], done.parent
+                assert parent is None or parent in record.stored, "stored behind one that is not"
+                assert record.stored_in(done.tier).isdisjoint(done.hashes), "stored twice"
+                record.stored_in(done.tier).update(done.hashes)
             case ins.BlocksRemoved():
-                stored = self.namespaces[done.namespace].stored
+                stored = self.namespaces[done.namespace].stored_in(done.tier)
                 assert stored.issuperset(done.hashes), "removed twice"
                 stored.difference_update(done.hashes)
                 self.removed_count += len(done.hashes)
@@ -264,15 +390,38 @@ class World:
                 record = self.namespaces[done.namespace]
                 record.epoch = done.epoch
                 self.removed_count += len(record.stored)
-                record.stored.clear()
-                record.ever_ready.clear()
+                for blocks in (record.in_memory, record.on_nvme, record.ever_ready):
+                    blocks.clear()
                 record.ready_at.clear()
+            case ins.BindSegments() | ins.WriteNvmeReady() | ins.WriteNvmeGone():
+                assert self.nvme is not None
+                self.nvme.note(done)
+
+    def _give(self, slots: list[int]) -> None:
+        """Somebody may write to these slots from now on."""
+        for watcher in self.reserved_watchers:
+            watcher(slots)
+        if self.nvme is not None:
+            self.nvme.mover.assert_idle(slots)
+        self.scribbled.difference_update(slots)
+        for slot in slots:
+            self.checksum_at.pop(slot, None)
+
+    def _answer(self, done: ins.LeaseReady) -> None:
+        waiting = self.waiting.pop(done.lease, None)
+        assert waiting is not None, "nobody waits for this lease"
+        _check_granted(done.granted)
+        self.granted[done.lease] = done.granted
+        if waiting.on_outcome is not None:
+            waiting.on_outcome(done.granted)
 
     def _drop(self, done: ins.DropSlabs) -> None:
         bound = self.sets.pop(done.slab_set)
         assert bound.slabs == done.slabs
         for watcher in self.drop_watchers:
             watcher(done.slabs)
+        if self.nvme is not None:
+            self.nvme.mover.assert_idle(bound.slots)
         self.dropped_slots.update(bound.slots)
         for slot in bound.slots:
             self.namespaces[bound.namespace].ready_at.pop(slot, None)
@@ -284,5 +433,12 @@ def engine_id(number: int) -> EngineId:
     return EngineId(b"engine-%09d" % number)
 
 
-def packed(hashes: Sequence[BlockHash]) -> PackedHashes:
-    return PackedHashes(b"".join(hashes), HASH_BYTES)
+def packed(hashes: Sequence[BlockHash] | bytes) -> PackedHashes:
+    return PackedHashes(hashes if isinstance(hashes, bytes) else b"".join(hashes), HASH_BYTES)
+
+
+def _check_granted(granted: ins.LeaseGranted) -> None:
+    """Counts by tier add up to what was leased, and no slot is named twice."""
+    assert sum(count for _, count in granted.tiers) == granted.leased_count
+    assert (granted.lease is None) == (granted.leased_count == 0)
+    assert len(set(granted.slots.tolist())) == len(granted.slots) <= granted.leased_count

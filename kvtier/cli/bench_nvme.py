@@ -1,22 +1,28 @@
 """`kvtier bench nvme`: the NVMe tier's own path against fio, on one file, in one run.
 
 A pool is formatted in a directory, written once (a first write into fresh space is slower), and
-removed at the end. Then, in rounds that change the order: all blocks written by the pool, read by
-the pool in random order, and the same by fio on the same part of the file with the same block size
-and depth. The pool's figures contain all it does: reserving, checksums verified before a write and
-after a read, and the slot table. fio does nothing but the transfers.
+removed at the end. Then, in rounds: all blocks written by the pool and by fio, on the same part of
+the file with the same block size and depth; then read, in random order, by both. In each round one
+goes first and last and the other twice in between, and then the other way round, so that what the
+disk and the neighbours do hits both alike.
+
+The pool's figures contain all it does: reserving, checksums verified before a write and after a
+read, and the slot table. fio does nothing but the transfers, from buffers for one queue (8 MiB),
+which stay in the processor's cache; the pool's are as many as a daemon may have under way.
 
     write_gbps, read_gbps           the pool's, on the best pages this machine gives
-    write_ratio, read_ratio         of that to fio's; median over the rounds
+    write_ratio, read_ratio         of that to fio's with its own queue; median over the rounds
+    …_ratio_threads                 the same to fio with as many threads as the pool has
     write_us_huge, read_us_huge     processor time of the whole process a block, checksums included
     write_us_base, read_us_base     the same with buffers on 4 KiB pages
     checksum_us                     of that, one checksum over one block
+    neighbour_cores                 what other processes took of the cores meanwhile: if much, the
+                                    time of checksums is longer in the ratios than it would be
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import shutil
@@ -31,7 +37,8 @@ from statistics import median
 import numpy as np
 
 from kvtier.cli import bench_run, measure
-from kvtier.cli.fio import Fio, FioJob
+from kvtier.cli.fio import THREADS, Fio, FioJob
+from kvtier.cli.neighbours import Neighbours
 from kvtier.cli.output import bytes_text, say
 from kvtier.cli.pool_book import book_of, reserve
 from kvtier.cli.sizes import positive, size
@@ -54,6 +61,7 @@ TARGETS = {
 }
 BLOCK_BYTES = 2 << 20
 BATCH_COUNT = 16
+POOL = "pool"  # Among fio's engines.
 RING_BATCHES = 4  # Enough to keep the queue full while one batch is being looked after.
 _FINGERPRINT = b"bench-nvme------"
 _LAYOUT = SlotLayout(BLOCK_BYTES, 1)
@@ -69,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bytes", type=size, dest="length_bytes", default=1 << 30, help="(1GiB)")
     parser.add_argument("--depth", type=positive, default=DEPTH, help=f"calls at once ({DEPTH})")
-    parser.add_argument("--rounds", type=positive, default=4, help="(4)")
+    parser.add_argument("--rounds", type=positive, default=6, help="(6)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,94 +139,92 @@ def _measure(
             say(f"not direct, the page cache is measured: {driver.buffered_reason}")
         say(f"writing {bytes_text(bench.count * BLOCK_BYTES)} once")
         bench.write(bench.huge)
-        geometry = bench.pool.geometry
-        job = FioJob(
-            path,
-            geometry.segments_first,
-            bench.count * BLOCK_BYTES,
-            BLOCK_BYTES,
-            arguments.depth,
-        )
-        fio = Fio(arguments.depth, BLOCK_BYTES) if Fio.is_installed() else None
-        rounds = [_round(bench, fio, job, turn) for turn in range(arguments.rounds)]
+        fio = None
+        if Fio.is_installed():
+            first = bench.pool.geometry.segments_first
+            length_bytes = bench.count * BLOCK_BYTES
+            fio = Fio(FioJob(path, first, length_bytes, BLOCK_BYTES, arguments.depth))
+        neighbours = Neighbours()
+        rounds = [_round(bench, fio, turn) for turn in range(arguments.rounds)]
+        neighbour_cores = neighbours.cores()
     finally:
         bench.pool.close(clean=False)
-    figures = _figures(bench, fio, rounds)
-    figures.update({"depth": arguments.depth, "is_direct": driver.is_direct})
-    if fio is None or "fio_write" not in rounds[0]:
+    figures = _figures(bench, rounds)
+    figures.update({"neighbour_cores": neighbour_cores, "depth": arguments.depth})
+    figures["is_direct"] = driver.is_direct
+    if fio is None or not fio.engines:
         why = "fio is not installed" if fio is None else "fio did not run here"
         say(f"{why}: no ratios")
         figures["fio"] = why
         return figures, {}, str(bench.huge.kind)
+    figures.update(_ratios(fio, rounds))
     return figures, TARGETS, str(bench.huge.kind)
 
 
-def _round(bench: _NvmeBench, fio: Fio | None, job: FioJob, turn: int) -> dict[str, float]:
-    """Seconds and processor time of each kind of pass; what fio writes is written over again."""
-    found: dict[str, float] = {}
-
-    def ours(name: str, ring: _Ring, *, is_read: bool) -> None:
-        done = bench.read(ring) if is_read else bench.write(ring)
-        found[name] = bench.count * BLOCK_BYTES / done.seconds
-        found[name + "_us"] = 1e6 * done.cpu_seconds / bench.count
-
-    def theirs(name: str, kind: str) -> None:
-        figures = fio.run(job, kind) if fio is not None else None
-        if figures is not None:
-            found[name] = figures.bytes_per_second
-            found[name + "_us"] = figures.cpu_us_per_block
-
-    if turn % 2:
-        theirs("fio_write", "write")
-        ours("write", bench.huge, is_read=False)
-        ours("read", bench.huge, is_read=True)
-        theirs("fio_read", "randread")
-    ours("write_base", bench.base, is_read=False)
-    ours("read_base", bench.base, is_read=True)
-    if not turn % 2:
-        ours("write", bench.huge, is_read=False)
-        theirs("fio_write", "write")
-        theirs("fio_read", "randread")
-        bench.write(bench.huge)
-        ours("read", bench.huge, is_read=True)
+def _round(bench: _NvmeBench, fio: Fio | None, turn: int) -> _Round:
+    """Every kind of pass, some of them twice. What fio writes is written over by the pool before
+    it is read."""
+    found = _Round()
+    order = [POOL, *(fio.engines if fio is not None else ())][:: -1 if turn % 2 else 1]
+    for side, kind in (("write", "write"), ("read", "randread")):
+        for one in [*order, *reversed(order)]:
+            if fio is None or one == POOL:
+                found.add(side, bench.run(bench.huge, side), bench.count)
+            else:
+                found.add(f"{one}_{side}", Pass(*fio.run(kind, one)), bench.count)
+        found.add(f"{side}_base", bench.run(bench.base, side), bench.count)
     say(
         f"round {turn + 1}: "
-        + ", ".join(f"{k} {v / 1e9:.2f}" for k, v in found.items() if not k.endswith("_us"))
+        + ", ".join(f"{name} {found.gbps(name):.2f}" for name in found.passes)
         + " GB/s"
     )
     return found
 
 
-def _figures(
-    bench: _NvmeBench, fio: Fio | None, rounds: Sequence[dict[str, float]]
-) -> dict[str, object]:
-    def middle(name: str, scale: float = 1.0) -> float:
-        values = [one[name] / scale for one in rounds if name in one]
-        return median(values) if values else math.nan
-
-    figures: dict[str, object] = {
-        "write_gbps": middle("write", 1e9),
-        "read_gbps": middle("read", 1e9),
-        "write_gbps_base": middle("write_base", 1e9),
-        "read_gbps_base": middle("read_base", 1e9),
-        "write_us_huge": middle("write_us"),
-        "read_us_huge": middle("read_us"),
-        "write_us_base": middle("write_base_us"),
-        "read_us_base": middle("read_base_us"),
-        "checksum_us": bench.checksum_us(),
-        "blocks": bench.count,
-        "block_bytes": BLOCK_BYTES,
-    }
-    if fio is not None and "fio_write" in rounds[0]:
-        for side in ("write", "read"):
-            ratios = [one[side] / one[f"fio_{side}"] for one in rounds]
-            figures[f"{side}_ratio"] = median(ratios)
-            figures[f"{side}_ratios"] = [round(ratio, 3) for ratio in ratios]
-            figures[f"fio_{side}_gbps"] = middle(f"fio_{side}", 1e9)
-            figures[f"fio_{side}_us"] = middle(f"fio_{side}_us")
-        figures["fio_memory"] = fio.memory
-        figures["fio_engine"] = fio.engine
+def _figures(bench: _NvmeBench, rounds: Sequence[_Round]) -> dict[str, object]:
+    figures: dict[str, object] = {}
+    for side in ("write", "read"):
+        figures[f"{side}_gbps"] = median(one.gbps(side) for one in rounds)
+        figures[f"{side}_gbps_base"] = median(one.gbps(f"{side}_base") for one in rounds)
+        figures[f"{side}_us_huge"] = median(one.cpu_us(side) for one in rounds)
+        figures[f"{side}_us_base"] = median(one.cpu_us(f"{side}_base") for one in rounds)
+    figures["checksum_us"] = bench.checksum_us()
+    figures.update({"blocks": bench.count, "block_bytes": BLOCK_BYTES})
     return figures
+
+
+def _ratios(fio: Fio, rounds: Sequence[_Round]) -> dict[str, object]:
+    figures: dict[str, object] = {"fio_memory": fio.memory, "fio_engine": fio.engines[0]}
+    for engine in fio.engines:
+        end = "_threads" if engine == THREADS and len(fio.engines) > 1 else ""
+        for side in ("write", "read"):
+            name = f"{engine}_{side}"
+            ratios = [one.gbps(side) / one.gbps(name) for one in rounds]
+            figures[f"{side}_ratio{end}"] = median(ratios)
+            figures[f"{side}_ratios{end}"] = [round(ratio, 3) for ratio in ratios]
+            figures[f"fio_{side}_gbps{end}"] = median(one.gbps(name) for one in rounds)
+            figures[f"fio_{side}_us{end}"] = median(one.cpu_us(name) for one in rounds)
+    return figures
+
+
+class _Round:
+    """Passes by name; those of one name are added up."""
+
+    def __init__(self) -> None:
+        self.passes: dict[str, list[Pass]] = {}
+        self._block_count = 0
+
+    def add(self, name: str, done: Pass, block_count: int) -> None:
+        self.passes.setdefault(name, []).append(done)
+        self._block_count = block_count
+
+    def gbps(self, name: str) -> float:
+        blocks = self._block_count * len(self.passes[name])
+        return blocks * BLOCK_BYTES / sum(one.seconds for one in self.passes[name]) / 1e9
+
+    def cpu_us(self, name: str) -> float:
+        blocks = self._block_count * len(self.passes[name])
+        return 1e6 * sum(one.cpu_seconds for one in self.passes[name]) / blocks
 
 
 class _NvmeBench:
@@ -230,6 +236,9 @@ class _NvmeBench:
         self.huge, self.base = _Ring(best_page_kind()), _Ring(PageKind.BASE)
         self._slots: Slots = np.empty(0, np.uint32)
         self._chance = random.Random(3)
+
+    def run(self, ring: _Ring, side: str) -> Pass:
+        return self.write(ring) if side == "write" else self.read(ring)
 
     def write(self, ring: _Ring) -> Pass:
         """Every slot of the pool anew."""

@@ -6,10 +6,16 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-_ENGINES = ("io_uring", "libaio", "psync")
+from kvtier.errors import KVTierError
+
+# Of those that keep a queue by themselves, the first that works here; and the one that is told from
+# as many threads, as the pool is.
+_QUEUES = ("io_uring", "libaio")
+THREADS = "psync"
 _SECONDS_MAX = 300
 _HUGE_KIB = 2048
 
@@ -25,31 +31,34 @@ class FioJob:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
-class FioFigures:
-    bytes_per_second: float
-    cpu_us_per_block: float
+class FioFigures(NamedTuple):
+    seconds: float
+    cpu_seconds: float
 
 
 class Fio:
-    """Finds out once which engine and which memory work here."""
+    """Finds out once which engines and which memory work here."""
 
-    def __init__(self, depth: int, block_bytes: int) -> None:
-        self.memory, self._memory_words, self._environment = _memory(depth * block_bytes)
-        self.engine = ""
+    def __init__(self, job: FioJob) -> None:
+        self._job = job
+        self.memory, self._memory_words, self._environment = _memory(job.depth * job.block_bytes)
+        self.engines = self._find_engines()
 
     @staticmethod
     def is_installed() -> bool:
         return shutil.which("fio") is not None
 
-    def run(self, job: FioJob, kind: str) -> FioFigures | None:
-        """`kind` as fio calls it: write, randread, …; None when no engine works."""
-        for engine in [self.engine] if self.engine else _ENGINES:
-            figures = self._run(job, kind, engine)
-            if figures is not None:
-                self.engine = engine
-                return figures
-        return None
+    def run(self, kind: str, engine: str) -> FioFigures:
+        """`kind` as fio calls it: write, randread, …"""
+        figures = self._run(self._job, kind, engine)
+        if figures is None:
+            raise KVTierError(f"fio ended with an error, which it did not at first ({engine})")
+        return figures
+
+    def _find_engines(self) -> list[str]:
+        first = replace(self._job, length_bytes=self._job.depth * self._job.block_bytes)
+        working = [one for one in (*_QUEUES, THREADS) if self._run(first, "read", one) is not None]
+        return [one for one in working if one == THREADS or one == working[0]]
 
     def _run(self, job: FioJob, kind: str, engine: str) -> FioFigures | None:
         words = [
@@ -59,7 +68,7 @@ class Fio:
             *("--direct=1", "--thread", "--allow_file_create=0", "--randrepeat=0"),
             *self._memory_words,
         ]
-        if engine == "psync":  # One call at a time: the depth is a number of threads.
+        if engine == THREADS:  # One call at a time: the depth is a number of threads.
             part = job.length_bytes // job.depth // job.block_bytes * job.block_bytes
             words += [f"--numjobs={job.depth}", f"--size={part}", f"--offset_increment={part}"]
             words += ["--group_reporting"]
@@ -79,9 +88,8 @@ class Fio:
             return None
         side = told["read" if "read" in kind else "write"]
         cpu_share = (told["usr_cpu"] + told["sys_cpu"]) / 100
-        blocks = job.length_bytes / job.block_bytes
         seconds = job.length_bytes / float(side["bw_bytes"])
-        return FioFigures(float(side["bw_bytes"]), 1e6 * cpu_share * seconds / blocks)
+        return FioFigures(seconds, cpu_share * seconds)
 
 
 def _memory(needed_bytes: int) -> tuple[str, list[str], dict[str, str]]:

@@ -156,3 +156,34 @@ def test_the_bench_of_the_tier_runs_without_fio_and_says_so(
     assert told["blocks"] == 128
     assert min(told["write_gbps"], told["read_gbps"], told["write_us_base"]) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+FIO = """#!/bin/sh
+case "$*" in
+    *io_uring*) exit 1 ;;
+    *libaio*) speed=2000000000 ;;
+    *) speed=1000000000 ;;
+esac
+side="{\\"bw_bytes\\": $speed}"
+echo "{\\"jobs\\": [{\\"usr_cpu\\": 5, \\"sys_cpu\\": 5, \\"read\\": $side, \\"write\\": $side}]}"
+"""
+
+
+@pytest.mark.slow
+def test_the_bench_of_the_tier_is_compared_with_the_engines_of_fio_that_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fio").write_text(FIO)
+    (tmp_path / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["bench", "nvme", "--bytes", "256MiB", "--rounds", "1", "--json"]
+    assert run_tool(*words, "--path", tmp_path) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fio_engine"] == "libaio"
+    for side in ("write", "read"):
+        assert told[f"{side}_ratio"] == pytest.approx(told[f"{side}_gbps"] / 2)
+        assert told[f"{side}_ratio_threads"] == pytest.approx(told[f"{side}_gbps"])
+        assert told[f"{side}_us_huge"] > 0
+        assert told[f"fio_{side}_us"] == pytest.approx(0.1 * told["block_bytes"] / 2000)
+    assert set(told["targets"]) == {"write_ratio", "read_ratio"}
+    assert told["neighbour_cores"] >= 0

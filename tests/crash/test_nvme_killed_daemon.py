@@ -240,7 +240,7 @@ def daemon(paths: list[Path]) -> Iterator[RunningDaemon]:
 
 
 @pytest.mark.full_form
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_killed_daemon_gives_blocks_back_right_or_not_at_all(
     daemon: RunningDaemon, paths: list[Path]
 ) -> None:

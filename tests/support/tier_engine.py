@@ -35,6 +35,8 @@ TELL_SECONDS = 0.5
 HOT_SHARE, HOT_CHANCE = 0.04, 0.6  # So many of the chains get so many of the calls.
 HOT_HASHES_LABEL = "always"
 PROBE_SECONDS = 0.02
+# What an engine starves without; told is for how many turns on end at most, "_hungry_max".
+FED = ("dram_hits", "nvme_hits", "offloaded")
 NICENESS = 10
 
 
@@ -60,6 +62,7 @@ class Worker:
         self._client = Client(socket, settings=settings)
         self._namespace = self._client.open_namespace(spec_of(work.salt, work.shard_bytes))
         self._counts: Counter[str] = Counter()
+        self._fed_turn: Counter[str] = Counter()  # The last turn in which a count rose.
         self._told_at = 0.0
 
     def run(self) -> None:
@@ -82,11 +85,20 @@ class Worker:
         """One request: what is resident is onboarded, the rest offloaded."""
         label = f"{self._work.salt}/{self._chain()}"
         hashes = chain_hashes(label, self._work.chain_blocks)
+        before = self._counts.copy()
         try:
             done = self._onboard(hashes)
             self._offload(hashes, done)
         except KVTierError as error:
             self._counts[f"refused_{type(error).__name__}"] += 1
+        self._counts["turns"] += 1
+        for name in FED:
+            if self._counts[name] > before[name]:
+                self._fed_turn[name] = self._counts["turns"]
+            if self._counts[name]:  # Nobody has hits in empty tiers.
+                hungry = self._counts["turns"] - self._fed_turn[name]
+                most = f"{name}_hungry_max"
+                self._counts[most] = max(self._counts[most], hungry)
 
     def _chain(self) -> int:
         count = self._work.chain_count

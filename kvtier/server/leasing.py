@@ -17,8 +17,10 @@ from kvtier.errors import KVTierError
 from kvtier.server.core_loop import CoreLoop
 from kvtier.types import LeaseId, SessionId
 
-# How long Get and Pin, whose callers cannot say, wait for blocks of a lower tier.
-WAIT_SECONDS = 10.0
+# How long Get and Pin, whose callers cannot say, wait for blocks of a lower tier, all of one call:
+# less than clients wait for the answer, so that a disk that stalls is a miss and not an error.
+GET_WAIT_SECONDS = 8.0
+PIN_WAIT_SECONDS = 1.5
 
 TellPending = Callable[[LeasePending], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers
-from kvtier.server.leasing import WAIT_SECONDS, Leasing
+from kvtier.server.leasing import PIN_WAIT_SECONDS, Leasing
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.reporter import Reporter
 from kvtier.server.security import Caller
@@ -62,7 +62,7 @@ class AdminCalls:
             raise BadRequest(f"hold_ms is {request.hold_ms}: pin for 1 ms to a day")
         now = self._clock.now()
         deadline = now + request.hold_ms / 1e3
-        wait_until = min(now + WAIT_SECONDS, deadline)
+        wait_until = min(now + PIN_WAIT_SECONDS, deadline)
         reply = await self._leasing.acquire(
             ev.Acquire(DAEMON_SESSION, namespace.id, hashes, deadline, wait_until=wait_until)
         )

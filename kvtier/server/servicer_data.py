@@ -21,7 +21,7 @@ from kvtier.errors import BadRequest, CorruptReplica, LimitExceeded, Unavailable
 from kvtier.io.copy import PIECE_BYTES_MAX
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
-from kvtier.server.leasing import WAIT_SECONDS, Leasing
+from kvtier.server.leasing import GET_WAIT_SECONDS, Leasing
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.security import Caller
@@ -222,15 +222,21 @@ class DataCalls:
         count = check_packed(request.hashes, size)
         matched = self._core.match_packed(namespace.id, request.hashes)
         self._metrics.note_blocks("get", count, matched.tiers)
+        wait_until = self._clock.now() + GET_WAIT_SECONDS
         with self._one_of_puts():
             for start in range(0, count, GET_WINDOW_BLOCKS):
                 stop = min(start + GET_WINDOW_BLOCKS, count)
                 hashes = PackedHashes(request.hashes[: stop * size], size)
-                if not await self._send_window(namespace, hashes, start, send):
+                if not await self._send_window(namespace, hashes, start, wait_until, send):
                     return
 
     async def _send_window(
-        self, namespace: OpenedNamespace, hashes: PackedHashes, start: int, send: Send
+        self,
+        namespace: OpenedNamespace,
+        hashes: PackedHashes,
+        start: int,
+        wait_until: float,
+        send: Send,
     ) -> bool:
         """Send the blocks from `start` on; False at the first gap."""
         deadline = self._clock.now() + self._lease_seconds_max
@@ -241,7 +247,7 @@ class DataCalls:
                 hashes=hashes,
                 deadline=deadline,
                 skip_count=start,
-                wait_until=min(self._clock.now() + WAIT_SECONDS, deadline),
+                wait_until=min(wait_until, deadline),
             )
         )
         if reply is None:

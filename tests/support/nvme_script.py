@@ -16,6 +16,7 @@ from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.config import Config, load
 from kvtier.errors import ConfigError
 from kvtier.metrics import NVME_STATES
+from kvtier.server.leasing import GET_WAIT_SECONDS
 from tests.e2e.client.conftest import Stall, eventually
 from tests.support.inner_daemon import live
 from tests.support.known_blocks import (
@@ -37,7 +38,6 @@ SECOND = ["second0", "second1"]
 # Longer than a busy machine takes; shorter than a stall, where there is one.
 WAIT_SECONDS = 3.0
 STALLED_WAIT_SECONDS = 0.5
-GET_SECONDS = 10.0  # The daemon's own patience with a get.
 SETTLE_SECONDS_MAX = 10.0
 TROUBLED_SECONDS = 0.5
 HOT_PAUSE_SECONDS = 0.005
@@ -171,7 +171,7 @@ class Script:
         self._note(name, lease.leased_count)
 
     def _get(self, name: str) -> None:
-        with self._timed("get", GET_SECONDS):
+        with self._timed("get", GET_WAIT_SECONDS):
             count = got_count(self._client, self._namespace, chain_hashes(name, CHAIN))
         self._note(name, count)
 

@@ -226,7 +226,9 @@ class SegmentBook:
     def is_ready(self, slot: int) -> bool:
         """Whether the slot holds a block."""
         segment = self._bound_at(slot // self.row_count_max)
-        return segment is not None and segment.rows[slot % self.row_count_max] == _State.READY
+        row = slot % self.row_count_max
+        # Asked of a slot of a former life, which may have had more rows.
+        return segment is not None and row < len(segment.rows) and segment.rows[row] == _State.READY
 
     def are_ready(self, slots: Slots, sequences: Sequences) -> Mask:
         """Which of these hold a block in the life of their segment that has this number."""
@@ -236,8 +238,9 @@ class SegmentBook:
         for number, part in by_segment(slots, self.row_count_max):
             segment = self._bound_at(number)
             if segment is not None:
-                holds = np.frombuffer(segment.rows, np.uint8)[rows[part]] == ready
-                found[part] = holds & (sequences[part] == segment.header.sequence)
+                # Only these: another life may have fewer rows.
+                same = part[sequences[part] == segment.header.sequence]
+                found[same] = np.frombuffer(segment.rows, np.uint8)[rows[same]] == ready
         return found
 
     def is_pinned(self, slot: int) -> bool:

@@ -229,3 +229,14 @@ def test_any_mixture_of_calls_keeps_the_books(seed: int) -> None:
             ready = [slot for slot in ready if slot not in set(gone)]
         assert book.check_invariants() == []
         assert book.ready_count == len(ready)
+
+
+def test_a_slot_of_a_former_life_may_lie_behind_the_end_of_the_present_one() -> None:
+    book = SegmentBook(segment_bytes=64 << 10, segment_count=1, row_count_max=16)
+    small, large = SlotLayout(4096, 1), SlotLayout(32 << 10, 1)
+    former = book.reserve(b"a" * 16, small, 16)
+    book.commit(former.slots)
+    book.commit(book.reserve(b"b" * 16, large, 2).slots)
+    sequences = np.full(16, former.bound[0].sequence, dtype=np.uint64)
+    assert not book.are_ready(former.slots, sequences).any()
+    assert [book.is_ready(slot) for slot in (0, 1, 2, 15)] == [True, True, False, False]

@@ -66,4 +66,5 @@ def test_two_servers_share_a_daemon_and_their_metrics_agree_with_its(
             assert second.sum("vllm:external_prefix_cache_hits_total") == 9 * 32
             by_source = "vllm:prompt_tokens_cached_by_source_total"
             assert second.sum(by_source, 'source="host"') == 9 * 32
+            ask(first, prompts[0])  # Idle since: its last counts wait for a step.
             eventually(lambda: first.sum(PREFIX + "offloaded_blocks_total") == 9)

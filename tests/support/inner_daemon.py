@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +20,9 @@ import uvloop
 
 from kvtier.config import Config
 from kvtier.server.app import run_daemon
-from kvtier.server.build import plan_memory
+from kvtier.server.build import Plan, plan_memory
 from kvtier.server.nvme_paths import OpenDriver
+from kvtier.server.threads import call_soon
 
 T = TypeVar("T")
 
@@ -31,13 +33,12 @@ def live(config: Config, open_driver: OpenDriver, script: Callable[[], T]) -> T:
     Raises ConfigError when the start is refused.
     """
     before = threading.excepthook
-    socket = Path(config.server.socket)
     over = threading.Event()
     done: list[T] = []
     failed: list[BaseException] = []
 
-    def play() -> None:
-        while not socket.exists():  # Ends: the daemon starts, or its start is refused.
+    def play(loop: asyncio.AbstractEventLoop) -> None:
+        while not Path(config.server.socket).exists():  # Ends: it starts, or it is refused.
             if over.is_set():
                 return
             time.sleep(0.005)
@@ -45,28 +46,32 @@ def live(config: Config, open_driver: OpenDriver, script: Callable[[], T]) -> T:
             done.append(script())
         except BaseException as error:  # noqa: BLE001  # Raised where the script is waited for.
             failed.append(error)
-        if not over.is_set():
-            signal.raise_signal(signal.SIGTERM)
+        # On the loop, where somebody listens for the signal as long as the loop runs.
+        call_soon(loop, partial(signal.raise_signal, signal.SIGTERM))
 
-    player = threading.Thread(target=play, name="script")
-    player.start()
+    async def body() -> int:
+        player = threading.Thread(target=play, args=(asyncio.get_running_loop(),), name="script")
+        player.start()
+        try:
+            return await run_daemon(config, _plan(config), open_driver)
+        finally:
+            over.set()
+            await asyncio.to_thread(player.join)
+
     try:
-        exit_code = _run(config, open_driver)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            exit_code = runner.run(body())
     finally:
-        over.set()
-        player.join()
         threading.excepthook = before
         gc.unfreeze()  # The daemon thinks that it lives as long as the process.
+    assert exit_code == 0, "the daemon ended with a mistake of its own"
     if failed:
         raise failed[0]
-    assert exit_code == 0, "the daemon ended with a mistake of its own"
     return done[0]
 
 
-def _run(config: Config, open_driver: OpenDriver) -> int:
+def _plan(config: Config) -> Plan:
     server = config.server
-    plan = plan_memory(
+    return plan_memory(
         config, Path(server.socket), Path(server.state_dir), generation=secrets.randbits(63) + 1
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_daemon(config, plan, open_driver))

@@ -60,7 +60,7 @@ class Disk:
     geometry: Geometry
     trouble: Trouble | None = None
     at: Place | None = None
-    stall_seconds: float = 0.9
+    stall_seconds: float = 0.0
     life: int = 0  # Set before each start.
     calls: list[Place] = field(default_factory=list)
     is_hit: bool = False  # The chosen call has come.

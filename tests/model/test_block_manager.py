@@ -29,6 +29,7 @@ CONFIG = ManagerConfig(
     stock_divisor=1,
     slice_blocks=1,
     evict_slice_blocks=1,
+    swept_slice_blocks=1,
     idle_seconds=100.0,
     pin_fraction_max=0.7,
 )

@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
@@ -35,6 +36,7 @@ CONFIG = ManagerConfig(
     stock_divisor=1,
     slice_blocks=4,
     evict_slice_blocks=4,
+    swept_slice_blocks=4,
     idle_seconds=20.0,
     growth_wait_seconds=1.0,
 )
@@ -55,37 +57,66 @@ class Hits:
 class Simulation:
     """`run` until the time is over, then see everybody off and look for leaks."""
 
+    world_class = World
+    config = CONFIG
+    seconds = SECONDS
+    conversation_count = 12  # Of each namespace; the first ones go on more often than the others.
+    skew = 0.3
+    request_seconds = REQUEST_SECONDS
+    wait_seconds = 0.0
+    hold_seconds = LEASE_SECONDS / 2
+    slot_bytes = MappingProxyType(
+        {ONE_SHARD: SLOT_BYTES, RIVAL: SLOT_BYTES, TWO_SHARDS: SLOT_BYTES}
+    )
+
     def __init__(
         self, seed: int, make_manager: Callable[[ManagerConfig], BlockManager] | None = None
     ) -> None:
         self.chance = random.Random(seed)
-        self.world = World(CONFIG, make_manager=make_manager)
+        self.world = self.world_class(self.config, make_manager=make_manager)
         self.hits = Hits()
         self.step_count = 0
         self.conversations = {
-            one: [self._new_path() for _ in range(12)] for one in (ONE_SHARD, RIVAL, TWO_SHARDS)
+            one: [self._new_path() for _ in range(self.conversation_count)]
+            for one in (ONE_SHARD, RIVAL, TWO_SHARDS)
         }
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._engine_count = 0
         self.engines: list[FakeEngine] = []
-        for namespace in (ONE_SHARD, RIVAL):
-            self.world.open_namespace(namespace, slot_bytes=SLOT_BYTES)
-        self.world.open_namespace(TWO_SHARDS, slot_bytes=SLOT_BYTES, shard_count=2)
-        for _ in range(CONFIG.slab_count_max):
-            self.later(1.0, self.world.populate_slab)
-        for shard_count, together in ((1, True), (1, False), (2, False)):
-            self._start_engine(shard_count, together)
+        self.start_daemon()
         self.later(FAULT_SECONDS, self._fault)
         self.later(0.5, self._tick)
 
+    def start_daemon(self) -> None:
+        """The daemon, and engines that find it."""
+        for namespace in self.slot_bytes:
+            self.open_namespace(namespace)
+        for _ in range(self.config.slab_count_max):
+            self.later(1.0, self._slab_maker())
+        for shard_count, together in ((1, True), (1, False), (2, False)):
+            self._start_engine(shard_count, together)
+
+    def open_namespace(self, namespace: NamespaceId) -> None:
+        self.world.open_namespace(
+            namespace,
+            slot_bytes=self.slot_bytes[namespace],
+            shard_count=2 if namespace == TWO_SHARDS else 1,
+        )
+
     def run(self) -> Hits:
-        while self._agenda and self.world.now < SECONDS:
-            self._step()
+        self.play()
         self._finish()
         return self.hits
 
+    def play(self) -> None:
+        while self._agenda and self.world.now < self.seconds:
+            self._step()
+
     def later(self, seconds_mean: float, action: Callable[[], None]) -> None:
-        due = self.world.now + self.chance.expovariate(1.0 / seconds_mean)
+        seconds = self.chance.expovariate(1.0 / seconds_mean) if seconds_mean else 0.0
+        self.at(self.world.now + seconds, action)
+
+    def at(self, due: float, action: Callable[[], None]) -> None:
         self.step_count += 1
         heapq.heappush(self._agenda, (due, self.step_count, action))
 
@@ -122,36 +153,55 @@ class Simulation:
         """A turn of a conversation: onboard what is there, compute and offload the rest."""
         if engine not in self.engines:
             return
-        self.later(REQUEST_SECONDS, lambda: self._request(engine))
+        self.later(self.request_seconds, lambda: self._request(engine))
         namespace = self._namespace_of(engine)
-        paths = self.conversations[namespace]
-        number = min(int(self.chance.expovariate(0.3)), len(paths) - 1)
-        if len(paths[number]) > 24:
-            paths[number] = self._new_path()
-        paths[number] += self.chance.choice("abc") * self.chance.randint(1, 3)
-        hashes = chain(paths[number])
+        hashes = chain(self.next_prompt(namespace))
         self._onboard(engine, namespace, hashes)
         engine.reserve(namespace, len(hashes))
         self.later(0.1, lambda: self._offload(engine, namespace, hashes))
+
+    def next_prompt(self, namespace: NamespaceId) -> str:
+        """A conversation goes on, or a new one begins in its place."""
+        paths = self.conversations[namespace]
+        number = min(int(self.chance.expovariate(self.skew)), len(paths) - 1)
+        if len(paths[number]) > 24:
+            paths[number] = self._new_path()
+        paths[number] += self.chance.choice("abc") * self.chance.randint(1, 3)
+        return paths[number]
 
     def _onboard(self, engine: FakeEngine, namespace: NamespaceId, hashes: list[BlockHash]) -> None:
         before = list(engine.leases)
         if engine.scheduler.session is None or self.world.turns:
             return
-        expected = self.world.told_count(namespace, hashes)
-        outcomes: list[ins.LeaseGranted] = []
-        engine.acquire(namespace, hashes, seconds=LEASE_SECONDS, on_granted=outcomes.append)
-        self.world.finish_turns()
-        for granted in outcomes:
-            if granted.cut in (Cut.NONE, Cut.MISS):
-                self.hits.expected_count += expected
-                self.hits.leased_count += granted.leased_count
+        expected = self.expected_count(namespace, hashes)
+
+        def granted(outcome: ins.LeaseGranted) -> None:
+            if outcome.cut in (Cut.NONE, Cut.MISS):
+                # What has been lost while it waited is no fault.
+                self.hits.expected_count += min(expected, self.world.told_count(namespace, hashes))
+                self.hits.leased_count += outcome.leased_count
             else:
                 self.hits.cut_count += 1
+            self.later(0.0, lambda: self._hold_new(engine, before))
+
+        engine.acquire(
+            namespace,
+            hashes,
+            seconds=LEASE_SECONDS,
+            wait=self.wait_seconds,
+            on_granted=granted,
+        )
+        self.world.finish_turns()
+
+    def expected_count(self, namespace: NamespaceId, hashes: list[BlockHash]) -> int:
+        return self.world.told_count(namespace, hashes)
+
+    def _hold_new(self, engine: FakeEngine, before: list[Held]) -> None:
         for held in engine.leases:
-            if held not in before:
+            if held not in before and not held.is_planned:
+                held.is_planned = True
                 self.later(0.3, lambda held=held: self._read(engine, held))
-                self.later(LEASE_SECONDS / 2, lambda held=held: self._release(engine, held))
+                self.later(self.hold_seconds, lambda held=held: self._release(engine, held))
 
     def _read(self, engine: FakeEngine, held: Held) -> None:
         """Also after the lease has ended in the books of its scheduler: a worker may be late."""
@@ -245,13 +295,15 @@ class Simulation:
         for engine in self.engines:
             for process in engine.processes:
                 engine.die(process)
-        self.world.finish_turns()
-        while self.world.checksums:
-            self.world.compute_checksums(0)
+        self.world.finish_work()
         self.world.now += 100.0
         self.world.run(ev.Tick())
+        self.world.finish_work()
         self.world.check([])
         self.world.assert_all_free()
+        self.check_hits()
+
+    def check_hits(self) -> None:
         hits = self.hits
         assert hits.expected_count >= EXPECTED_BLOCKS_MIN, f"hardly anything to hit: {hits}"
         assert hits.leased_count >= HIT_RATIO_MIN * hits.expected_count, f"misses: {hits}"
@@ -266,13 +318,23 @@ class Simulation:
         self.engines.append(engine)
         for process in engine.processes:
             self.later(0.1, lambda process=process: self._mail(engine, process))
-        self.later(REQUEST_SECONDS, lambda: self._request(engine))
+        self.later(self.request_seconds, lambda: self._request(engine))
         return engine
 
     def _namespace_of(self, engine: FakeEngine) -> NamespaceId:
         if len(engine.workers) == 2:
             return TWO_SHARDS
         return RIVAL if self.chance.random() < 0.3 else ONE_SHARD
+
+    def _slab_maker(self) -> Callable[[], None]:
+        """Populates a slab, unless the daemon that asked for it is gone."""
+        manager = self.world.manager
+
+        def populate() -> None:
+            if self.world.manager is manager:
+                self.world.populate_slab()
+
+        return populate
 
     def _new_path(self) -> str:
         return "".join(self.chance.choice("abc") for _ in range(self.chance.randint(2, 6)))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.forms import is_torture
 
 
-def machine_settings(*, examples: int, steps: int) -> settings:
-    """`examples` runs of `steps` steps; 40 times as many, and fresh ones, in the full form."""
+def machine_settings(*, examples: int, steps: int, shrinks: bool = True) -> settings:
+    """`examples` runs of `steps` steps; 40 times as many, and fresh ones, in the full form.
+
+    Where shrinking takes longer than a test may, a failure is shown as it was found.
+    """
     full = is_torture()
+    phases = tuple(Phase) if shrinks else (Phase.explicit, Phase.generate)
     return settings(
+        phases=phases,
         max_examples=examples * 40 if full else examples,
         stateful_step_count=steps * 2 if full else steps,
         derandomize=not full,

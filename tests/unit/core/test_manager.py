@@ -40,6 +40,7 @@ CONFIG = ManagerConfig(
     stock_divisor=1,
     slice_blocks=2,
     evict_slice_blocks=2,
+    swept_slice_blocks=2,
     leases_per_session_max=3,
 )
 

@@ -13,6 +13,7 @@ from kvtier.core.events import TransferOutcome
 from kvtier.core.manager import BlockManager
 from kvtier.policy.lru import LruPolicy
 from kvtier.types import NamespaceId
+from tests.support.fake_engine import FakeEngine
 from tests.support.world import HASH_BYTES, chain, packed
 from tests.unit.core.test_demotions import TIERED, TieredStory, names
 from tests.unit.core.test_manager import NS, SLOT_BYTES
@@ -34,6 +35,18 @@ def fill(story: TieredStory) -> None:
 
 def on_nvme(story: TieredStory) -> list[str]:
     return sorted(names([row.block for row in story.disk.rows.values()]))
+
+
+def write_behind_other(story: TieredStory, engine: FakeEngine, path: str) -> None:
+    """As `write_behind`, for the other namespace."""
+    engine.reserve(OTHER, len(path))
+    story.read_mail(engine)
+    engine.reserve(OTHER, len(path))
+    engine.offload(OTHER, chain(path))
+    for copy in list(engine.copies):
+        engine.run_copy(copy)
+    engine.commit(engine.offloads[0])
+    story.world.finish_work()
 
 
 # ------------------------------------------------------------------------------------ going again
@@ -242,6 +255,20 @@ def test_no_segment_is_emptied_for_a_pool_that_takes_no_more_writes(story: Tiere
 # --------------------------------------------------------------------------------- other namespaces
 
 
+def test_nothing_more_is_written_to_a_segment_that_retires() -> None:
+    """It is half full, and its namespace would go on to fill it: with what goes again."""
+    story = TieredStory(replace(TIERED, slab_count_max=2), segment_count=3, slab_count=2)
+    story.write_behind("ab")
+    story.use("ab")
+    story.world.open_namespace(OTHER, slot_bytes=SLOT_BYTES)
+    engine = story.new_engine(2)
+    write_behind_other(story, engine, "ABCD")
+    write_behind_other(story, engine, "Z")
+    assert {"a", "ab"} <= set(on_nvme(story))
+    assert story.counts.reinserted_count == 2
+    story.world.check([chain("ab"), chain("ABCD")])
+
+
 def test_segments_of_a_namespace_that_nobody_has_opened_are_reused(story: TieredStory) -> None:
     fill(story)
     story.disk.write_table()
@@ -250,13 +277,7 @@ def test_segments_of_a_namespace_that_nobody_has_opened_are_reused(story: Tiered
     story.world.open_namespace(OTHER, slot_bytes=SLOT_BYTES)
     story.world.populate_slab()
     story.world.open_nvme(story.disk)
-    engine = story.new_engine(2)
-    engine.reserve(OTHER, 12)
-    engine.offload(OTHER, chain("ABCDEFGHIJKL"))
-    for copy in list(engine.copies):
-        engine.run_copy(copy)
-    engine.commit(engine.offloads[0])
-    story.world.finish_work()
+    write_behind_other(story, story.new_engine(2), "ABCDEFGHIJKL")
     assert "a" not in on_nvme(story)
     assert story.world.namespaces[OTHER].on_nvme
     # Opened at last: what has been reused is not there, and what follows it neither.

@@ -1,0 +1,329 @@
+"""The block manager with an NVMe tier: memory and pool so small that all is reused all the time.
+
+On top of what engines may do (`test_block_manager.py`): leases that wait for promotion, transfers
+that end late and badly, tables that lag behind, power cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.core import nvme_tier, retiring
+from kvtier.core.events import TransferOutcome
+from kvtier.core.settings import NvmeSettings
+from kvtier.types import BlockHash, Cut, NamespaceId
+from tests.model.test_block_manager import (
+    CONFIG,
+    NAMESPACES,
+    RIVAL,
+    SHARDED,
+    SHARED,
+    SLOT_BYTES,
+    BlockManagerMachine,
+    paths,
+    picks,
+)
+from tests.support.fake_disk import FakeDisk
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_mover import FakeMover
+from tests.support.machines import machine_settings
+from tests.support.world import World, chain
+
+TIERED = replace(
+    CONFIG,
+    slab_bytes=6 * SLOT_BYTES,
+    nvme=NvmeSettings(
+        write_bytes_per_hour=1e9,
+        transfer_bytes_max=4 * SLOT_BYTES,
+        batch_blocks=3,
+        batch_bytes=4 * SLOT_BYTES,
+        retire_wait_seconds=3.0,
+        prefetch_fraction_max=0.3,
+    ),
+)
+SLOT_BYTES_OF = {SHARED: SLOT_BYTES, RIVAL: 2 * SLOT_BYTES, SHARDED: SLOT_BYTES}
+# Why a lease may rightly be shorter than what is resident.
+EXCUSES = (Cut.PIN_LIMIT, Cut.NO_SPACE, Cut.UNMAPPED, Cut.DRAINING)
+
+bits = st.integers(0, 2**16 - 1)
+
+
+def chosen_by(number: int) -> Callable[[int], bool]:
+    return lambda place: bool(number >> (place % 16) & 1)
+
+
+class TieredManagerMachine(BlockManagerMachine):
+    """Every rule of the other machine, and these."""
+
+    @initialize(
+        segment_slots=st.integers(2, 4),
+        segment_count=st.integers(2, 6),
+        lane_count=st.integers(1, 2),
+    )
+    def start(self, segment_slots: int, segment_count: int, lane_count: int) -> None:
+        self.world = World(TIERED)
+        self.engine_count = 0
+        self.disk = FakeDisk(
+            segment_bytes=segment_slots * SLOT_BYTES,
+            segment_count=segment_count,
+            row_count_max=4,
+            lane_count=lane_count,
+        )
+        self.begin(open_nvme=True, closed=None)
+        for engine, path in product(range(3), ("aaa", "abb")):
+            self.offload_to_the_end(engine, 0, path)
+            self.world.finish_work()
+        self.empty_memory()
+        for engine in range(3):
+            self.onboard_to_the_end(engine, 0, "aaa")
+            self.onboard_to_the_end(engine, 0, "abb")
+        assert self.mover.block_counts["demote"] > 0, "nothing goes down"
+        if segment_count * segment_slots >= 16:  # Else others' blocks may have taken all of it.
+            assert self.mover.block_counts["promote"] > 0, "nothing comes up"
+
+    # ---------------------------------------------------------------------------------- onboard
+
+    @rule(
+        engine=picks,
+        namespace=picks,
+        path=paths,
+        seconds=st.sampled_from([1.0, 10.0, 30.0]),
+        wait=st.sampled_from([0.4, 5.0, 25.0]),
+        skip=st.integers(0, 2),
+    )
+    def acquire_waiting(
+        self, engine: int, namespace: int, path: str, seconds: float, wait: float, skip: int
+    ) -> None:
+        one = self.engine(engine)
+        mine = self.namespace_of(one, namespace)
+        one.acquire(mine, chain(path), seconds=seconds, wait=wait, skip=skip)
+
+    @rule(engine=picks, namespace=picks, path=paths)
+    def onboard_to_the_end(self, engine: int, namespace: int, path: str) -> None:
+        """What mostly happens; and what is there is leased."""
+        one, hashes = self.engine(engine), chain(path)
+        mine = self.namespace_of(one, namespace)
+        self.world.finish_turns()
+        before = self.readable_count(mine, hashes)
+        outcomes: list[ins.LeaseGranted] = []
+        one.acquire(mine, hashes, seconds=30.0, wait=20.0, on_granted=outcomes.append)
+        self.world.finish_work()
+        for granted in outcomes:
+            # A place may have been taken from a later block of the chain that has no copy.
+            count = min(before, self.world.told_count(mine, hashes))
+            assert granted.cut is not Cut.DEADLINE
+            assert granted.leased_count >= count or granted.cut in EXCUSES, (granted, count)
+        if outcomes and one.leases:
+            one.release(one.leases[-1])
+
+    @rule(engine=picks)
+    def release_pending(self, engine: int) -> None:
+        self.engine(engine).release_pending()
+
+    @rule(namespace=st.sampled_from(NAMESPACES), path=paths, is_prefetch=st.booleans())
+    def hint(self, namespace: NamespaceId, path: str, is_prefetch: bool) -> None:
+        kind = ev.Prefetch if is_prefetch else ev.HintPaused
+        self.world.start(kind(namespace, chain(path)))
+
+    @rule(engine=picks, namespace=picks, count=st.integers(1, 12))
+    def take_memory(self, engine: int, namespace: int, count: int) -> None:
+        """Somebody needs the slots: blocks with a copy are on NVMe only afterwards."""
+        one = self.engine(engine)
+        mine = self.namespace_of(one, namespace)
+        one.reserve(mine, count)
+        self.world.finish_turns()
+        one.abort(mine, count)
+
+    @rule()
+    def empty_memory(self) -> None:
+        """All slabs are exchanged: blocks with a copy are on NVMe only afterwards."""
+        for one in sorted(self.world.sets):
+            self.world.run_quietly(ev.WithdrawSlabSet(one))
+        self.world.finish_turns()
+        for engine in self.engines:
+            self.read_all_mail(engine)  # Unmap the old ones …
+        for engine, namespace in product(range(3), range(2)):
+            self.take_memory(engine, namespace, 1)
+            self.read_all_mail(self.engine(engine))  # … and map new ones.
+
+    # -------------------------------------------------------------------------------- transfers
+
+    @rule(
+        pick=picks,
+        outcome=st.sampled_from([*[TransferOutcome.DONE] * 4, *TransferOutcome]),
+    )
+    def end_transfer(self, pick: int, outcome: TransferOutcome) -> None:
+        under_way = self.mover.under_way if self.world.nvme is not None else []
+        if not under_way:
+            return
+        one = under_way[pick % len(under_way)]
+        if outcome is TransferOutcome.CORRUPT and one.is_demotion:
+            for engine, slot in product(self.engines, one.asked.slots.tolist()):
+                engine.drop_corrupt(slot)
+        self.mover.finish(one, outcome)
+
+    @rule(pick=picks, member=picks)
+    def move_one_block(self, pick: int, member: int) -> None:
+        under_way = self.mover.under_way if self.world.nvme is not None else []
+        if under_way:
+            one = under_way[pick % len(under_way)]
+            self.mover.move(one, member % len(one.outcomes))
+
+    @rule(engine=picks, namespace=picks, path=paths)
+    def offload_and_settle(self, engine: int, namespace: int, path: str) -> None:
+        self.offload_to_the_end(engine, namespace, path)
+        self.world.finish_work()
+
+    @rule(
+        engine=picks,
+        pick=picks,
+        kind=st.sampled_from(["lose", "break", "connect", "connect", "quiet", "die", "bye"]),
+    )
+    def trouble_process(self, engine: int, pick: int, kind: str) -> None:
+        """As there, but less often: without engines nothing moves."""
+        if pick < 24:
+            super().trouble_process(engine, pick, kind)
+
+    @rule()
+    def finish_work(self) -> None:
+        """What mostly happens: everything ends before the next thing begins."""
+        self.world.finish_work()
+
+    @rule(pick=picks)
+    def flip_bits(self, pick: int) -> None:
+        slots = sorted(self.disk.rows)
+        if slots:
+            self.disk.scribble(slots[pick % len(slots)])
+
+    # ------------------------------------------------------------------------------ the daemon
+
+    @rule(pages=bits, is_synced=st.booleans())
+    def write_table(self, pages: int, is_synced: bool) -> None:
+        self.disk.write_table(chosen_by(pages))
+        if is_synced:
+            self.disk.sync()
+
+    @rule(readable=st.booleans(), pick=picks)
+    def worsen_nvme(self, readable: bool, pick: int) -> None:
+        if self.world.nvme is not None and pick < 16:  # Not in every run.
+            self.world.nvme.worsen(readable=readable)
+
+    @rule(
+        kept=bits,
+        open_nvme=st.booleans(),
+        closed=st.sampled_from([None, *NAMESPACES]),
+        is_table_written=st.booleans(),
+    )
+    def cut_power(
+        self, kept: int, open_nvme: bool, closed: NamespaceId | None, is_table_written: bool
+    ) -> None:
+        if is_table_written:
+            self.disk.write_table()
+            self.disk.sync()
+        self.world.restart(chosen_by(kept))
+        if self.world.nvme is None:  # It was not even opened since the last time.
+            self.disk.cut_power(chosen_by(kept))
+        self.disk.readable = True
+        self.begin(open_nvme=open_nvme, closed=closed)
+
+    @rule(closed=st.sampled_from(NAMESPACES), last_path=paths)
+    def reuse_what_nobody_has_opened(self, closed: NamespaceId, last_path: str) -> None:
+        """Others fill the pool meanwhile; then somebody opens the namespace after all."""
+        self.cut_power(2**16 - 1, open_nvme=True, closed=None, is_table_written=True)
+        self.settle(closed, ["abab", last_path])
+        self.cut_power(2**16 - 1, open_nvme=True, closed=closed, is_table_written=True)
+        for namespace in NAMESPACES:
+            if namespace != closed:
+                self.settle(namespace, ["aaaa", "bbbb", "abab"])
+        self.open_late()
+        self.world.finish_turns()
+
+    def settle(self, namespace: NamespaceId, paths: list[str]) -> None:
+        """These chains are offloaded one after the other, and go down."""
+        engine = 2 if namespace == SHARDED else 0
+        for path in paths:
+            self.offload_to_the_end(engine, NAMESPACES.index(namespace), path)
+            self.read_all_mail(self.engine(engine))
+            self.world.finish_work()
+
+    @rule()
+    def open_late(self) -> None:
+        """The pool has been read at last; somebody uses a namespace again."""
+        if self.world.nvme is None:
+            self.world.open_nvme(self.disk)
+        for namespace, record in self.world.namespaces.items():
+            if not record.is_open:
+                self.open(namespace)
+                for engine in self.engines:
+                    engine.join(namespace)
+
+    # ----------------------------------------------------------------------------------- helpers
+
+    def begin(self, *, open_nvme: bool, closed: NamespaceId | None) -> None:
+        """A daemon starts, and engines find it."""
+        for namespace in NAMESPACES:
+            if namespace != closed:
+                self.open(namespace)
+        for _ in range(TIERED.slab_count_max - 1):
+            self.world.populate_slab()
+        if open_nvme:
+            self.world.open_nvme(self.disk)
+        self.engines = [self.new_engine(1, True), self.new_engine(1, False)]
+        self.engines.append(self.new_engine(2, False))
+        for engine in self.engines:
+            self.read_all_mail(engine)
+
+    def new_engine(self, shard_count: int, together: bool) -> FakeEngine:
+        self.engine_count += 1
+        return FakeEngine(self.world, self.engine_count, shard_count=shard_count, together=together)
+
+    def open(self, namespace: NamespaceId) -> None:
+        self.world.open_namespace(
+            namespace,
+            slot_bytes=SLOT_BYTES_OF[namespace],
+            shard_count=2 if namespace == SHARDED else 1,
+        )
+
+    @property
+    def mover(self) -> FakeMover:
+        assert self.world.nvme is not None
+        return self.world.nvme.mover
+
+    def readable_count(self, namespace: NamespaceId, hashes: list[BlockHash]) -> int:
+        """Length of the prefix that is resident, and whose bytes on NVMe are as they should be."""
+        record = self.world.namespaces[namespace]
+        slot_of = {
+            row.block: slot
+            for slot, row in self.disk.rows.items()
+            if (row.fingerprint, row.epoch) == (record.fingerprint, record.epoch)
+        }
+        for count, block in enumerate(hashes):
+            if block in record.in_memory:
+                continue
+            stamp = (block,) * record.shard_count
+            if block not in record.on_nvme or not self.disk.is_right(slot_of[block], stamp):
+                return count
+        return len(hashes)
+
+
+@pytest.fixture(scope="class", autouse=True)
+def small_slices() -> Iterator[None]:
+    """So that all that is worked off in slices is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_tier, "RECOVERED_SLICE_BLOCKS", 2)
+        patch.setattr(nvme_tier, "_LOST_SLICE_BLOCKS", 1)
+        patch.setattr(retiring, "_EMPTIED_SLICE_BLOCKS", 1)
+        yield
+
+
+TestTieredManager = TieredManagerMachine.TestCase
+TestTieredManager.settings = machine_settings(examples=20, steps=40, shrinks=False)
+TestTieredManager.pytestmark = [pytest.mark.slow, pytest.mark.full_form]

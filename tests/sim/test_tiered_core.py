@@ -145,7 +145,7 @@ def test_blocks_come_back_after_the_daemon_was_killed(loaded: LoadSimulation) ->
 def test_no_more_is_written_than_the_budget_allows() -> None:
     """An hour's share may be saved up, and what fills the empty pool is free; beyond that blocks
     that go again may be owed: half a segment, and one batch."""
-    bytes_per_hour = 100.0 * SLOT_BYTES
+    bytes_per_hour = 24.0 * SLOT_BYTES
     simulation = LoadSimulation(2, seconds=LOAD_SECONDS, bytes_per_hour=bytes_per_hour)
     simulation.play()
     disk, config = simulation.disk, simulation.config

@@ -216,6 +216,20 @@ class TieredManagerMachine(BlockManagerMachine):
         if self.world.nvme is not None and pick < 16:  # Not in every run.
             self.world.nvme.worsen(readable=readable)
 
+    @rule(engine=picks, namespace=picks, path=paths, turns=st.integers(0, 6), pick=picks)
+    def lose_nvme(self, engine: int, namespace: int, path: str, turns: int, pick: int) -> None:
+        """The pool cannot be read any more, and a read of it ends well after all."""
+        if self.world.nvme is None or pick < 44:  # Not in every run.
+            return
+        self.acquire_waiting(engine, namespace, path, seconds=30.0, wait=5.0, skip=0)
+        self.world.finish_turns()
+        self.world.nvme.worsen(readable=False)
+        for _ in range(turns):
+            if self.world.turns:
+                self.world.turn(0)
+        for one in [one for one in self.mover.under_way if not one.is_demotion]:
+            self.mover.finish(one)
+
     @rule(
         kept=bits,
         open_nvme=st.booleans(),

@@ -59,6 +59,7 @@ class TieredSimulation(Simulation):
         self.cut_count = 0
         self._free_at = [0.0] * self.disk.lane_count
         self._planned: set[Transfer] = set()
+        self._failed_at: dict[NamespaceId, float] = {}
         super().__init__(seed, make_manager)
         self.later(TABLE_SECONDS, self._write_table)
         if self.faults:
@@ -132,6 +133,8 @@ class TieredSimulation(Simulation):
         outcome = TransferOutcome.DONE
         if self.faults and self.chance.random() < 0.06:
             outcome = self.chance.choice(list(TransferOutcome))
+        if outcome is not TransferOutcome.DONE:
+            self._failed_at[one.asked.namespace] = self.world.now
         if outcome is TransferOutcome.CORRUPT and one.is_demotion:
             for engine in self.engines:
                 for slot in one.asked.slots.tolist():
@@ -155,6 +158,10 @@ class TieredSimulation(Simulation):
         if self.world.nvme is not None and self.chance.random() < 0.03:  # Until power is cut.
             self.world.nvme.worsen(readable=self.chance.random() < 0.5)
 
+    def _trouble_blocks(self, kind: str) -> None:
+        super()._trouble_blocks(kind)
+        self._failed_at.update(dict.fromkeys(self.slot_bytes, self.world.now))
+
     # --------------------------------------------------------------------------------- the power
 
     def _cut_power(self) -> None:
@@ -174,6 +181,11 @@ class TieredSimulation(Simulation):
         self.disk.readable = True
         self._planned.clear()
         self.start_daemon()
+
+    def is_excused(self, namespace: NamespaceId, since: float) -> bool:
+        """A read that was refused, a slab that was withdrawn: the blocks are there, on NVMe, and a
+        miss for whoever waited all the same."""
+        return self._failed_at.get(namespace, -1.0) >= since
 
     def expected_count(self, namespace: NamespaceId, hashes: list[BlockHash]) -> int:
         """Blocks whose bytes are lost are misses."""

@@ -133,7 +133,7 @@ class NvmeConfig:
         "Devices, and files that hold something, are never formatted by the daemon.",
     )
     depth: int = option(
-        4, Count(1, 64), "Reads and writes under way at once on each path; one thread each."
+        8, Count(1, 64), "Reads and writes under way at once on each path; one thread each."
     )
     table_seconds: float = option(
         0.5,

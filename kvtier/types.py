@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NewType, overload
+
+import numpy as np
 
 BlockHash = NewType("BlockHash", bytes)
 """16 to 32 bytes, chained: names the whole prefix up to and including the block."""
@@ -97,9 +98,12 @@ class PackedHashes(Sequence[BlockHash]):
         packed = self.packed
         if isinstance(index, slice):
             start, stop, step = index.indices(self._count)
-            if step == 1:  # Three times as fast as cutting one after the other.
-                part = packed[start * size : stop * size]
-                return [block for (block,) in struct.iter_unpack(f"{size}s", part)]
+            count = stop - start
+            if step == 1 and count > 0:  # For many, seven times as fast as one after the other.
+                cut: list[BlockHash] = np.frombuffer(
+                    packed, f"V{size}", count, start * size
+                ).tolist()
+                return cut
             return [
                 BlockHash(packed[place * size : place * size + size])
                 for place in range(start, stop, step)

@@ -22,7 +22,9 @@ from kvtier.io.alignment import open_direct
 from kvtier.io.driver import Access, Batch, Outcome
 from kvtier.memory import Bytes
 
-DEPTH = 4  # Saturates what was measured (decision 0009); a deeper queue only adds latency.
+# The disks measured are busy with four calls (decision 0009); another one or two of these threads
+# are at their checksums meanwhile.
+DEPTH = 8
 # A batch beyond this is refused: what waits here is memory that its maker cannot use. 4096 blocks
 # of 2 MiB are 8 GiB, more than a second of the fastest disk.
 QUEUE_ACCESSES_MAX = 4096

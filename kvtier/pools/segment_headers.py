@@ -20,6 +20,7 @@ Its header, 128 bytes, little-endian:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -84,20 +85,21 @@ def sound_headers(headers: Headers, generation: int) -> npt.NDArray[np.bool_]:
 def parse_headers(headers: Headers, segments: Iterable[int]) -> list[SegmentHeader]:
     """Those of these segments, which are sound. Column by column: NumPy is slow with single rows,
     and a large pool has ten thousand of them."""
-    layouts: dict[tuple[int, int], SlotLayout] = {}
+    sizes = zip(headers["shard_bytes"].tolist(), headers["shard_count"].tolist(), strict=True)
+    layout_of = cache(SlotLayout)
     return [
         SegmentHeader(
             segment=segment,
             fingerprint=bytes(fingerprint),
-            layout=layouts.setdefault(layout, SlotLayout(*layout)),
+            layout=layout_of(*size),
             slot_count=slot_count,
             sequence=sequence,
             key_id=key_id,
         )
-        for segment, fingerprint, layout, slot_count, sequence, key_id in zip(
+        for segment, fingerprint, size, slot_count, sequence, key_id in zip(
             segments,
             headers["fingerprint"],
-            zip(headers["shard_bytes"].tolist(), headers["shard_count"].tolist(), strict=True),
+            sizes,
             headers["slot_count"].tolist(),
             headers["sequence"].tolist(),
             headers["key_id"].tolist(),

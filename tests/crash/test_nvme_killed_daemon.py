@@ -270,7 +270,13 @@ def test_killed_daemon_gives_blocks_back_right_or_not_at_all(
                 ended = f"round {number}; daemon {daemon.process.poll()}"
                 raise AssertionError(f"{ended}: {daemon.log_text[-6000:]}") from error
     done = torture.done
-    state_finding(f"{round_count} rounds: {dict(sorted(done.items()))}")
+    others = ", ".join(f"{name} {done[name]}" for name in ("made", "evicting", "cleared", "refused"))
+    state_finding(
+        f"{round_count} rounds, {done['reused']} segments reused in them; {done['verified']} blocks "
+        f"verified after restarts and {done['hits']} under load; {done['back']} of "
+        f"{done['expected']} that had stood came back; {done['damaged']} damaged, "
+        f"{done['corrupt']} found corrupt; {others}"
+    )
     assert done["expected"] >= 30 * round_count, "the load leaves too little to expect"
     # In few rounds one segment reused right before the kill weighs much.
     share_min = 0.98 if is_torture() else 0.95

@@ -51,6 +51,8 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/kvtier bench transfer --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/transfer.json
 	$(BIN)/kvtier bench daemon --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/daemon.json
 	$(BIN)/kvtier bench churn --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/churn.json
+	$(BIN)/kvtier bench nvme --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/nvme.json
+	$(BIN)/kvtier bench recovery --slots 1000000 --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/recovery.json
 	$(BIN)/python -m benchmarks.engine_prefill > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/engine_prefill.json
 	$(BIN)/python -m benchmarks.document
 

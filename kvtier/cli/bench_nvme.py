@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bytes", type=size, dest="length_bytes", default=1 << 30, help="(1GiB)")
     parser.add_argument("--depth", type=positive, default=DEPTH, help=f"calls at once ({DEPTH})")
-    parser.add_argument("--rounds", type=positive, default=6, help="(6)")
+    parser.add_argument("--rounds", type=positive, default=12, help="(12)")
 
 
 @dataclass(frozen=True, slots=True)

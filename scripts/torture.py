@@ -33,7 +33,8 @@ def pytest_command(*words: str) -> list[str]:
 
 
 def collect(selection: str) -> list[str]:
-    """The ids of every test that has a full form, in pytest's order."""
+    """Every test that has a full form, in pytest's order; one with parameters, which may be
+    thousands of seeds, is one run."""
     words = ["--collect-only", "-m", MARKS, "tests"]
     if selection:
         words += ["-k", selection]
@@ -47,7 +48,9 @@ def collect(selection: str) -> list[str]:
     )
     if done.returncode not in (0, 5):  # 5: none collected.
         sys.exit(f"make torture: the tests could not be collected:\n{done.stdout}{done.stderr}")
-    return [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
+    lines = done.stdout.splitlines()
+    ids = [line for line in lines if line.startswith("tests/") and "::" in line]
+    return list(dict.fromkeys(one.partition("[")[0] for one in ids))
 
 
 def run_one(test: str, seconds_max: int) -> dict[str, object]:

@@ -32,6 +32,8 @@ class Acquirer:
         self.open_count = 0  # Acquires under way plus leases held.
         self.open_blocks = 0  # What these pin, or may come to pin.
         self.waiting_count = 0  # Acquires under way that wait for promotion.
+        # The request that last got on in its turn, and when.
+        self.last_move: tuple[int, float] | None = None
 
     def wait_seconds(self, request: Request) -> float:
         """How long it may wait for an answer, from its first scheduling attempt on."""
@@ -51,7 +53,7 @@ class Acquirer:
         settings = self._desk.settings
         if self.open_count == 0:
             return True
-        blocks = self.open_blocks + _expected_count(request)
+        blocks = self.open_blocks + self._expected_count(request)
         is_few = self.open_count < settings.acquires_in_flight_max
         return is_few and blocks <= settings.leased_blocks_max
 
@@ -80,7 +82,7 @@ class Acquirer:
         if not ask(call, on_answer):
             request.phase = OnboardPhase.OVER  # Closed.
             return
-        attempt.block_count = _expected_count(request)
+        attempt.block_count = self._expected_count(request)
         self.open_count += 1
         self.open_blocks += attempt.block_count
         if wait_until is not None:
@@ -88,6 +90,7 @@ class Acquirer:
             desk.stats.waiting_acquires += 1
         request.attempt = attempt
         request.phase = OnboardPhase.ASKED
+        self.last_move = request.number, now
 
     def _on_acquired(
         self,
@@ -184,9 +187,10 @@ class Acquirer:
         self.open_count -= 1
         self.open_blocks -= attempt.block_count
 
-
-def _expected_count(request: Request) -> int:
-    """Blocks that a lease for it would pin, as far as is known."""
-    if request.residency is Residency.KNOWN:
-        return min(len(request.prompt), request.matched_count)
-    return len(request.prompt)
+    def _expected_count(self, request: Request) -> int:
+        """Blocks that a lease for it would pin, at most: an old match may know too few."""
+        settings, now = self._desk.settings, self._desk.clock.now()
+        is_fresh = now - request.matched_at <= settings.match_fresh_seconds
+        if request.residency is Residency.KNOWN and is_fresh:
+            return min(len(request.prompt), request.matched_count)
+        return len(request.prompt)

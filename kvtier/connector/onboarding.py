@@ -162,10 +162,17 @@ class Onboarder:
                 self.restart(request)
 
     def _wait_turn(self, request: Request, now: float) -> int | None:
-        """Leases of other requests are at their limits; they end as these are loaded."""
+        """Leases of other requests are at their limits; they end as these are loaded.
+
+        As long as those in front get on, its turn will come, and the engine is not held up. Who
+        came later does not count: small requests may overtake a large one for ever.
+        """
         request.first_attempt_at = None
         if request.turn_since is None:
             request.turn_since = now
+        number, moved_at = self._acquirer.last_move or (request.number, now)
+        if number < request.number:
+            request.turn_since = max(request.turn_since, moved_at)
         if now - request.turn_since < self._desk.settings.turn_wait_seconds:
             return None
         self._desk.stats.deadline_missed_requests += 1
@@ -230,6 +237,7 @@ class Onboarder:
         )
         request.attempt = None
         request.phase = OnboardPhase.LOADING
+        self._acquirer.last_move = request.number, desk.clock.now()
         request.flights[job.job_id] = flight
         self.flights[job.job_id] = flight
         self._planned.append(flight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import count
 from typing import Any
 
 from kvtier.connector.client_api import LeaseLike
@@ -52,6 +53,7 @@ class Request:
 
     request_id: str
     prompt: Sequence[bytes]
+    number: int = field(default_factory=count().__next__)  # Those who came first have less.
     phase: OnboardPhase = OnboardPhase.WAITING
     first_attempt_at: float | None = None
     turn_since: float | None = None  # Waits for others' leases to end.

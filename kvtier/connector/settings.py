@@ -22,8 +22,9 @@ class ConnectorSettings:
     # The blocks that these may pin at once; one lease may always be held. An engine that knows how
     # many device blocks it has sets this to their number: it cannot load more.
     leased_blocks_max: int = 65_536
-    # How long a request may wait for its turn where these limits are reached. Its time to wait for
-    # an answer begins after it: others are being loaded meanwhile, so the daemon is well.
+    # How long a request may wait for its turn, where these limits are reached, with nobody in front
+    # of it getting on. Its time to wait for an answer begins after it: others are being loaded
+    # meanwhile, so the daemon is well.
     turn_wait_seconds: float = 2.0
     # Where blocks lie on NVMe only, a request may wait longer: by twice the time that reading them
     # takes at this rate, because others read as well, and never longer than the maximum in all. A

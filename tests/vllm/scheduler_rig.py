@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -101,6 +101,8 @@ class EngineClient(FakeClient):
 class SchedulerRig:
     """One engine; `step` is one step of it."""
 
+    shard_bytes: ClassVar[int] = SHARD_BYTES
+
     model: Path
     device_block_count: int = 64
     slot_count: int = 128
@@ -110,17 +112,24 @@ class SchedulerRig:
 
     def __post_init__(self) -> None:
         init_none_hash(sha256)
-        self.clock = ManualClock()
-        self.client = EngineClient(self.clock, slot_count=self.slot_count, shard_bytes=SHARD_BYTES)
-        self.control = SteppedControl()
-        self.lane = SteppedLane()
         self.copier = DeviceCopier(self.device_block_count)
         self.config = vllm_config(self.model, self.transfer, **self.scheduling)
         self.weights = "v1"
         self._weights: dict[bytes, str] = {}  # By namespace.
         self.finished: list[str] = []
         self.orders: list[Any] = []
+        self.connect()
         self.begin()
+
+    def connect(self) -> None:
+        """What is between the engine and the daemon, and the daemon."""
+        self.clock: Any = ManualClock()
+        self.client: Any = EngineClient(
+            self.clock, slot_count=self.slot_count, shard_bytes=self.shard_bytes
+        )
+        self.worker_client: Any = self.client
+        self.control: Any = SteppedControl()
+        self.lane: Any = SteppedLane()
 
     def begin(self) -> None:
         """A new start of the engine, on the daemon as it is."""
@@ -142,7 +151,7 @@ class SchedulerRig:
             kv_dtype="bfloat16",
             layout="x",
             block_tokens=BLOCK_TOKENS,
-            shard_bytes=SHARD_BYTES,
+            shard_bytes=self.shard_bytes,
             hash_algorithm="sha256",
             hash_seed=none_hash("sha256").hex(),
         )
@@ -156,7 +165,7 @@ class SchedulerRig:
         self.side.begin(self.core, self.client, self.spec)
         self.worker = WorkerSide(self.config, kv_caches, None)
         worker = WorkerConnector(
-            self.client,
+            self.worker_client,
             self.spec,
             self.copier,
             settings=self.settings,
@@ -196,7 +205,7 @@ class SchedulerRig:
         self.worker.start(order)
         self._forward(output)
         if copies:
-            self.lane.step()
+            self._copy()
         received = self.worker.take_received()
         transfer = KVConnectorOutput(
             finished_recving=received or None,
@@ -207,10 +216,8 @@ class SchedulerRig:
         for out in outputs.values():
             self.finished += [o.request_id for o in out.outputs if o.finish_reason is not None]
         if answers:
-            self.control.step()
-            self.control.begin_waits()
-            self.control.end_waits()
-        self.clock.advance(0.001)
+            self._answer()
+        self._pass_time()
         self._check_resident()
         return output
 
@@ -235,6 +242,17 @@ class SchedulerRig:
 
     def computed_tokens(self, output: Any) -> int:
         return int(output.total_num_scheduled_tokens)
+
+    def _copy(self) -> None:
+        self.lane.step()
+
+    def _answer(self) -> None:
+        self.control.step()
+        self.control.begin_waits()
+        self.control.end_waits()
+
+    def _pass_time(self) -> None:
+        self.clock.advance(0.001)
 
     def _forward(self, output: Any) -> None:
         for request_id, count in output.num_scheduled_tokens.items():

@@ -5,7 +5,8 @@ Invariants:
       withdrawn, and under a session of the daemon's current life that nobody asked us to be quiet
       about.
   (1) A slab is unmapped only when nobody holds a view of it: `Mapping` sees to that.
-  (2) `wait_quiet(session)` returns True only when no hold under that session is open, none can
+  (2) What has been pinned for a device is unpinned before it is unmapped.
+  (3) `wait_quiet(session)` returns True only when no hold under that session is open, none can
       open afterwards, and every slab that was mapped under it, were it our own, is unmapped.
 
 After a reconnect the daemon offers its slabs anew and they are mapped anew: to keep the old
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -41,6 +43,19 @@ class Slab:
     offer: pb.SlabOffered
     session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
+
+
+class SlabPins(Protocol):
+    """Who pins mapped slabs for a device; called with the table's lock held, from any thread."""
+
+    def add(self, address: int, length_bytes: int) -> None:
+        """A slab has been mapped."""
+        ...
+
+    def give_up(self, address: int) -> bool:
+        """Whether no device may touch the slab any more, so that it may be unmapped; asked again
+        until it is so. It is for nobody new from the first time on."""
+        ...
 
 
 class _Rows:
@@ -79,6 +94,7 @@ class ArenaTable:
         # come at any time. One int each; a session lasts at least one reconnect delay.
         self._refused: set[int] = set()
         self._held: Counter[SessionRef] = Counter()  # Open holds, of any generation.
+        self._pins: SlabPins | None = None
 
     # ------------------------------------------------------------------- for the session's thread
 
@@ -105,7 +121,10 @@ class ArenaTable:
             key = (offer.shard, offer.slab_id)
             if key in self._slabs:
                 raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
-            self._slabs[key] = Slab(offer, session, Mapping(fd, offer.slab_bytes))
+            slab = Slab(offer, session, Mapping(fd, offer.slab_bytes))
+            self._slabs[key] = slab
+            if self._pins is not None:
+                self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
             self._rebuild(offer.namespace_id, offer.shard)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
@@ -136,7 +155,7 @@ class ArenaTable:
                 self._refused.add(session.session_id)
 
     def wait_quiet(self, session: SessionRef, timeout_seconds: float) -> bool:
-        """Until invariant (2) holds for the (refused) session."""
+        """Until invariant (3) holds for the (refused) session."""
         with self._changed:
             for _ in range(max(1, round(timeout_seconds / LEAVING_POLL_SECONDS))):
                 self._reap()
@@ -150,8 +169,13 @@ class ArenaTable:
         return self._held[session] > 0 or any(slab.session == session for slab in slabs)
 
     def _reap(self) -> None:
-        """Unmap what nobody holds a view of."""
-        gone = [slab for slab in self._leaving if slab.mapping.close()]
+        """Unmap what nobody holds a view of, and no device."""
+        pins = self._pins
+        gone = [
+            slab
+            for slab in self._leaving
+            if (pins is None or pins.give_up(slab.mapping.address)) and slab.mapping.close()
+        ]
         self._leaving = [slab for slab in self._leaving if slab not in gone]
         self._unmapped += gone
 
@@ -164,6 +188,14 @@ class ArenaTable:
         self._rows[namespace_id, shard] = _Rows(here)
 
     # ------------------------------------------------------------------------------- for everybody
+
+    def set_pins(self, pins: SlabPins) -> None:
+        """Once: it hears of every slab, of those that are mapped already as well."""
+        with self._changed:
+            assert self._pins is None, "slabs are pinned for one device"
+            self._pins = pins
+            for slab in [*self._slabs.values(), *self._leaving]:
+                pins.add(slab.mapping.address, slab.mapping.length_bytes)
 
     def views(
         self,

@@ -10,7 +10,7 @@ from types import TracebackType
 import grpc
 
 from kvtier.client.address import TcpAddress, parse_address
-from kvtier.client.arena import Arena
+from kvtier.client.arena import Arena, SlabPins
 from kvtier.client.doors import Door, Identity
 from kvtier.client.forks import check_not_forked, watch_forks
 from kvtier.client.greet_door import GreetDoor
@@ -100,6 +100,10 @@ class ClientBase:
         the engine); after that Quiet is sent. One that raises is called again.
         """
         self._link.add_quiet_handler(handler)
+
+    def set_slab_pins(self, pins: SlabPins) -> None:
+        """Every slab that this client maps is told to `pins`, and given up by it before it goes."""
+        self._link.arenas.set_pins(pins)
 
     def set_recall_handler(self, handler: RecallHandler | None) -> None:
         """`handler(namespace, count)`: the daemon wants reserved slots back that wait for no copy.

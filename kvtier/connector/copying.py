@@ -42,7 +42,16 @@ class Gate(Protocol):
     def leave(self, job: Job) -> None: ...
 
 
-_REFUSALS = {
+class Mover(Protocol):
+    """Copies the jobs of one namespace and shard."""
+
+    def steps(self, progress: CopyProgress) -> Iterator[None]:
+        """Called in the engine's thread; the lane's then goes through it, step by step. Never
+        raises: a failure ends it and stands in `progress`."""
+        ...
+
+
+REFUSALS = {
     FailReason.STALE: "we are quiet about this session",
     FailReason.WITHDRAWN: "the engine takes the device blocks away",
 }
@@ -92,6 +101,44 @@ class CopyProgress:
         )
 
 
+class ByteChecks:
+    """Of one worker's copies: checksums of what goes out, samples of what comes in."""
+
+    def __init__(self, settings: ConnectorSettings) -> None:
+        self._verify_one_in = settings.verify_one_in
+        self._ledger = ChecksumLedger(count_max=settings.resident_hashes_max)
+        self._onboarded_count = 0
+
+    def note(
+        self, job: OffloadJob, progress: CopyProgress, first: int, views: Sequence[SlotView]
+    ) -> None:
+        """These views hold the job's blocks from `first` on."""
+        if not job.with_checksums and not job.hashes:
+            return
+        checksums = [shard_checksum(view) for view in views]
+        if job.with_checksums:
+            progress.checksums.extend(checksums)
+        for block_hash, checksum in zip(job.hashes[first:], checksums, strict=False):
+            self._ledger.note(block_hash, checksum)
+
+    def are_right(self, job: OnboardJob, progress: CopyProgress, views: Sequence[SlotView]) -> bool:
+        """Whether the sampled blocks are what was offloaded under their hashes; if not, the job
+        has failed."""
+        every = self._verify_one_in
+        if every == 0:
+            return True
+        for index, (block_hash, view) in enumerate(zip(job.hashes, views, strict=False)):
+            self._onboarded_count += 1
+            if self._onboarded_count % every:
+                continue
+            known = self._ledger.checksum_of(block_hash)
+            if known is not None and known != shard_checksum(view):
+                progress.done_count = index
+                progress.fail(FailReason.CORRUPT, "the bytes are not those offloaded here")
+                return False
+        return True
+
+
 class BlockMover:
     """Runs the steps of jobs of one namespace and shard."""
 
@@ -108,11 +155,10 @@ class BlockMover:
         self._settings = settings
         self._clock = clock
         self._gate = gate
-        self._ledger = ChecksumLedger(count_max=settings.resident_hashes_max)
-        self._onboarded_count = 0
+        self._checks = ByteChecks(settings)
 
     def steps(self, progress: CopyProgress) -> Iterator[None]:
-        """Copy slice by slice; never raises. A failure ends it and stands in `progress`."""
+        """Copy slice by slice."""
         job = progress.job
         is_load = isinstance(job, OnboardJob)
         if isinstance(job, OnboardJob) and self._clock.now_ns() >= job.deadline_ns:
@@ -123,7 +169,7 @@ class BlockMover:
         while progress.done_count < len(job.slots):
             refusal = self._gate.enter(job)
             if refusal is not None:
-                progress.fail(refusal, _REFUSALS[refusal])
+                progress.fail(refusal, REFUSALS[refusal])
                 return
             last = min(progress.done_count + slice_blocks, len(job.slots))
             start_ns = self._clock.now_ns()
@@ -150,36 +196,6 @@ class BlockMover:
         with self._arena.hold(job.slots[first:last], job.session) as views:
             if isinstance(job, OffloadJob):
                 self._copier.copy_out(device_blocks, views)
-                self._note_checksums(job, progress, first, views)
-            else:
-                corrupt_index = self._first_corrupt(job, views)
-                if corrupt_index is None:
-                    self._copier.copy_in(device_blocks, views)
-                else:
-                    progress.done_count = corrupt_index
-                    progress.fail(FailReason.CORRUPT, "the bytes are not those offloaded here")
-
-    def _note_checksums(
-        self, job: OffloadJob, progress: CopyProgress, first: int, views: Sequence[SlotView]
-    ) -> None:
-        if not job.with_checksums and not job.hashes:
-            return
-        checksums = [shard_checksum(view) for view in views]
-        if job.with_checksums:
-            progress.checksums.extend(checksums)
-        for block_hash, checksum in zip(job.hashes[first:], checksums, strict=False):
-            self._ledger.note(block_hash, checksum)
-
-    def _first_corrupt(self, job: OnboardJob, views: Sequence[SlotView]) -> int | None:
-        """Index of a sampled block that differs from what was offloaded under its hash."""
-        every = self._settings.verify_one_in
-        if every == 0:
-            return None
-        for index, (block_hash, view) in enumerate(zip(job.hashes, views, strict=False)):
-            self._onboarded_count += 1
-            if self._onboarded_count % every:
-                continue
-            known = self._ledger.checksum_of(block_hash)
-            if known is not None and known != shard_checksum(view):
-                return index
-        return None
+                self._checks.note(job, progress, first, views)
+            elif self._checks.are_right(job, progress, views):
+                self._copier.copy_in(device_blocks, views)

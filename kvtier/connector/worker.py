@@ -11,9 +11,10 @@ from typing import Any
 from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import WorkerClient
 from kvtier.connector.copy_lane import Copy, CopyLane, ThreadLane
-from kvtier.connector.copying import BlockCopier, BlockMover, CopyProgress
+from kvtier.connector.copying import BlockCopier, BlockMover, CopyProgress, Mover
 from kvtier.connector.jobs import FailReason, Job, JobResult, StepPlan
 from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.stream_copying import DeviceBlocks, StreamMover
 from kvtier.namespace import NamespaceSpec
 
 log = logging.getLogger(__name__)
@@ -24,14 +25,15 @@ class WorkerConnector:
 
     Invariants:
       (0) Once the quiet handler has returned for a session, no slot of it is touched again.
-      (1) Once `withdraw` has returned for a job, no device block of it is touched again.
+      (1) Once `withdraw` has returned for a job, no device block of it is touched again, or, on a
+          device, not before what the engine queues from then on.
     """
 
     def __init__(
         self,
         client: WorkerClient,
         spec: NamespaceSpec,
-        copier: BlockCopier,
+        copier: BlockCopier | DeviceBlocks,
         *,
         shard: int = 0,
         settings: ConnectorSettings | None = None,
@@ -55,7 +57,9 @@ class WorkerConnector:
         self._mover = self._make_mover(spec)
         self._unstarted: list[JobResult] = []  # Jobs that no lane took, not yet polled.
         self._has_logged = False
-        self._lane = lane or ThreadLane()
+        self._lane = lane or _lane_for(copier, self._clock)
+        if isinstance(copier, DeviceBlocks):
+            client.set_slab_pins(copier)
         client.add_quiet_handler(self._drain)
 
     def start(self, plan: StepPlan) -> None:
@@ -95,6 +99,8 @@ class WorkerConnector:
             self._withdrawn.update(self._open_jobs.intersection(job_ids))
             while self._touching in self._withdrawn:
                 self._changed.wait()
+        if isinstance(self._copier, DeviceBlocks):
+            self._copier.fence(job_ids)
 
     def enter(self, job: Job) -> FailReason | None:
         """In the lane's thread, before every slice; see `Gate`."""
@@ -116,7 +122,7 @@ class WorkerConnector:
         """End the copy under way and fail the rest; the client stays open."""
         self._lane.close()
 
-    def _mover_of(self, spec: NamespaceSpec) -> BlockMover:
+    def _mover_of(self, spec: NamespaceSpec) -> Mover:
         if spec != self._spec:
             self._mover = self._make_mover(spec)
             self._spec = spec
@@ -127,8 +133,10 @@ class WorkerConnector:
             log.error("internal error: copies fail on this worker", exc_info=error)
         self._has_logged = True
 
-    def _make_mover(self, spec: NamespaceSpec) -> BlockMover:
+    def _make_mover(self, spec: NamespaceSpec) -> Mover:
         arena = self._client.arena(self._client.open_namespace(spec), self._shard)
+        if isinstance(self._copier, DeviceBlocks):
+            return StreamMover(arena, self._copier, self._settings, self._clock, self)
         return BlockMover(arena, self._copier, self._settings, self._clock, self)
 
     def _end(self, progress: CopyProgress) -> JobResult:
@@ -153,3 +161,7 @@ class WorkerConnector:
         with self._changed:
             while self._open_counts[session]:
                 self._changed.wait()
+
+
+def _lane_for(copier: BlockCopier | DeviceBlocks, clock: Clock) -> CopyLane:
+    return copier.make_lane(clock) if isinstance(copier, DeviceBlocks) else ThreadLane()

@@ -1,10 +1,10 @@
 """Copies between device blocks and slots on streams of our own, in an order that is never a race.
 
-    engine's thread    onboard, offload, follow, withdraw: a few microseconds, no waiting
-    copying thread     pump, poll: plans, submits, looks at events
+    engine's thread    mark, follow, withdraw: a few microseconds, no waiting
+    copying thread     onboard, offload, pump, poll: plans, submits, looks at events
 
 The ordering rules, each learnt from a bug that somebody shipped:
-  (0) Every copy waits for what the engine had queued when it was asked for: a store for the kernels
+  (0) Every copy waits for what the engine had queued when it was marked: a store for the kernels
       that write the block, a load for those that still read or zero it.
   (1) A copy has ended when its event is done, not when it was queued; until then its blocks and
       slots are in use. Nobody synchronises: `poll` asks events.
@@ -52,6 +52,7 @@ class CopyTicket:
     slots: Sequence[int]  # The host's address of every slot's bytes.
     after: Event
     failed: KVTierError | None = None
+    is_ended: bool = False  # It touches nothing any more, unless `failed` is CudaBroken.
     bytes_count: int = 0
     _pieces: deque[Piece] | None = None  # None: not planned yet.
     _slabs: list[HostSlab] = field(default_factory=list)
@@ -116,29 +117,13 @@ class CopyStreams:
 
     # -------------------------------------------------------------------- for the engine's thread
 
-    def onboard(
-        self,
-        layout: DeviceLayout,
-        device_blocks: Sequence[int],
-        slots: Sequence[int],
-        compute: Stream,
-    ) -> CopyTicket:
-        """Slots into device blocks, after what is queued on the engine's stream now."""
-        return self._ask(
-            CopyTicket(Direction.HOST_TO_DEVICE, layout, device_blocks, slots, self._mark(compute))
-        )
+    def mark(self, compute: Stream) -> Event:
+        """What is queued on the engine's stream now: `onboard` and `offload` come after it."""
+        return self._mark(compute)
 
-    def offload(
-        self,
-        layout: DeviceLayout,
-        device_blocks: Sequence[int],
-        slots: Sequence[int],
-        compute: Stream,
-    ) -> CopyTicket:
-        """Device blocks into slots, after what is queued on the engine's stream now."""
-        return self._ask(
-            CopyTicket(Direction.DEVICE_TO_HOST, layout, device_blocks, slots, self._mark(compute))
-        )
+    def unmark(self, mark: Event) -> None:
+        """No copy will ask for it."""
+        self._events.append(mark)
 
     def follow(self, compute: Stream, ticket: CopyTicket) -> None:
         """What the engine queues from now on comes after the copy, which is submitted at once."""
@@ -156,6 +141,18 @@ class CopyStreams:
                 self._fail(ticket, Withdrawn("called off"))
 
     # ------------------------------------------------------------------- for the copying thread
+
+    def onboard(
+        self, layout: DeviceLayout, device_blocks: Sequence[int], slots: Sequence[int], after: Event
+    ) -> CopyTicket:
+        """Slots into device blocks, after what was marked; the ticket owns the mark."""
+        return self._ask(CopyTicket(Direction.HOST_TO_DEVICE, layout, device_blocks, slots, after))
+
+    def offload(
+        self, layout: DeviceLayout, device_blocks: Sequence[int], slots: Sequence[int], after: Event
+    ) -> CopyTicket:
+        """Device blocks into slots, after what was marked; the ticket owns the mark."""
+        return self._ask(CopyTicket(Direction.DEVICE_TO_HOST, layout, device_blocks, slots, after))
 
     def pump(self) -> None:
         """Submit what may be in flight: loads, and stores if no load waits."""
@@ -274,6 +271,7 @@ class CopyStreams:
             return
         self._registry.end_use(ticket._slabs)
         self._events.append(ticket.after)
+        ticket.is_ended = True
         self._ended.append(ticket)
 
     def _fail(self, ticket: CopyTicket, error: KVTierError) -> None:
@@ -299,4 +297,5 @@ class CopyStreams:
             lane.in_flight.clear()
             for ticket in dict.fromkeys(lost):
                 ticket.failed, ticket._end = error, None
+                ticket.is_ended = True
                 self._ended.append(ticket)

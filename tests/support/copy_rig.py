@@ -64,11 +64,11 @@ class CopyRig:
 
     def offload(self, blocks: Sequence[int], slots: Sequence[int]) -> CopyTicket:
         places = [self.slots[slot] for slot in slots]
-        return self.streams.offload(self.kv.layout, blocks, places, self.compute)
+        return self.streams.offload(self.kv.layout, blocks, places, self.streams.mark(self.compute))
 
     def onboard(self, blocks: Sequence[int], slots: Sequence[int]) -> CopyTicket:
         places = [self.slots[slot] for slot in slots]
-        return self.streams.onboard(self.kv.layout, blocks, places, self.compute)
+        return self.streams.onboard(self.kv.layout, blocks, places, self.streams.mark(self.compute))
 
     def compute_fill(self, block: int, value: int, seconds: float = 20e-6) -> None:
         """An engine's kernel writes one block."""

@@ -16,6 +16,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError, NotReserved, StaleSlot, Unavailable
 from kvtier.namespace import NamespaceSpec
@@ -94,7 +95,9 @@ class FakeArena:
     def hold(self, slots: Sequence[int], session: FakeSession) -> Iterator[list[Bytes]]:
         if session in self._client.refused or session.generation != self._client.generation:
             raise StaleSlot("the session these slots were given under is lost")
+        self._client.open_hold_count += 1
         yield [self._client.memory[self._shard][slot] for slot in slots]
+        self._client.open_hold_count -= 1
 
 
 class FakeClient:
@@ -126,6 +129,8 @@ class FakeClient:
         self.during: dict[str, Callable[[], object]] = {}  # What happens while a call is made.
         self._errors: dict[str, list[KVTierError]] = {}
         self._quiet_handlers: list[Callable[[FakeSession], None]] = []
+        self.open_hold_count = 0
+        self.pins: SlabPins | None = None
         self._recall_handler: Callable[[FakeNamespace, int], None] | None = None
         self._lease_count = 0
         self._session_count = 1
@@ -376,6 +381,11 @@ class FakeClient:
 
     def arena(self, namespace: FakeNamespace, shard: int = 0) -> FakeArena:
         return FakeArena(self, shard)
+
+    def set_slab_pins(self, pins: SlabPins) -> None:
+        """Its one slab is where `memory` lies."""
+        self.pins = pins
+        pins.add(int(self.memory.ctypes.data), self.memory.nbytes)
 
     def add_quiet_handler(self, handler: Callable[[FakeSession], None]) -> None:
         self._quiet_handlers.append(handler)

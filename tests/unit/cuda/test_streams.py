@@ -98,7 +98,7 @@ def test_groups_of_several_layouts_share_the_streams() -> None:
     size = group.layout.shard_bytes
     assert size <= first.slot_bytes
     first.offload([4], [0])
-    first.streams.offload(group.layout, [2], [first.slots[6]], first.compute)
+    first.streams.offload(group.layout, [2], [first.slots[6]], first.streams.mark(first.compute))
     assert [ticket.failed for ticket in first.run()] == [None, None]
     assert (first.slot_bytes_of(0) == first.kv.block_bytes(4)).all()
     assert (first.slot_bytes_of(6)[:size] == group.block_bytes(2)).all()
@@ -122,7 +122,7 @@ def test_a_cache_that_is_contiguous_for_each_request_is_a_layout_for_each() -> N
     rig.scramble()
     rig.offload([5, 0], [0, 1])
     second = layout_of(tensors[2:])
-    rig.streams.offload(second, [3], [rig.slots[4]], rig.compute)
+    rig.streams.offload(second, [3], [rig.slots[4]], rig.streams.mark(rig.compute))
     rig.run()
     assert (rig.slot_bytes_of(0) == requests[0].block_bytes(5)).all()
     first = 2 * request_step + 3 * block_bytes
@@ -141,7 +141,7 @@ def test_a_part_of_the_layers_can_come_first() -> None:
     rig.scramble()
     for layer in range(3):
         part = rig.kv.layout.part(layer, layer + 1)
-        rig.streams.onboard(part, [5], [rig.slots[0]], rig.compute)
+        rig.streams.onboard(part, [5], [rig.slots[0]], rig.streams.mark(rig.compute))
     assert len(rig.run()) == 3
     assert (rig.kv.block_bytes(5) == expected).all()
     rig.close()
@@ -286,7 +286,7 @@ def test_a_copy_that_is_called_off_ends_when_what_was_queued_has_ended() -> None
 
 def test_slots_in_no_slab_fail_their_copy_alone() -> None:
     rig = rig_of()
-    bad = rig.streams.offload(rig.kv.layout, [0], [4096], rig.compute)
+    bad = rig.streams.offload(rig.kv.layout, [0], [4096], rig.streams.mark(rig.compute))
     good = rig.offload([1], [1])
     assert rig.run() == [bad, good]
     assert isinstance(bad.failed, StaleSlot)

@@ -131,7 +131,7 @@ def run_forward(rig: CopyRig, tickets: list[CopyTicket], *, is_synchronous: bool
     places = [rig.slots[slot] for slot in BLOCKS]
     for layer in range(LAYER_COUNT):
         part = layout.part(layer, layer + 1)
-        tickets.append(rig.streams.onboard(part, BLOCKS, places, rig.compute))
+        tickets.append(rig.streams.onboard(part, BLOCKS, places, rig.streams.mark(rig.compute)))
     tickets.append(rig.offload([20, 21, 22, 23], [30, 31, 32, 33]))
     for layer in range(LAYER_COUNT):
         rig.streams.follow(rig.compute, tickets[layer])

@@ -1,0 +1,198 @@
+"""Copies of an engine whose blocks are in device memory: queued on streams, ended by events.
+
+    engine's thread      steps: marks its stream          fence: its stream waits for the copies
+    the lane's thread    asks for the copy, then looks again and again whether it has ended
+
+The slots are held until a copy has really ended, so that nobody is told that we are quiet, and no
+slab goes, under a copy. Only a broken device ends nothing: what was queued may land until this
+process has ended, so those slots stay held for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+from kvtier.clock import Clock
+from kvtier.connector.client_api import ArenaLike, SlotView
+from kvtier.connector.copying import REFUSALS, ByteChecks, CopyProgress, Gate
+from kvtier.connector.jobs import FailReason, Job, OffloadJob, OnboardJob
+from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.stream_lane import StreamLane
+from kvtier.cuda.copy_submit import KernelCopies
+from kvtier.cuda.device_layout import DeviceLayout
+from kvtier.cuda.errors import CudaBroken
+from kvtier.cuda.registration import SlabRegistry
+from kvtier.cuda.runtime import CudaRuntime, Event, Stream
+from kvtier.cuda.streams import CopyStreams, CopyTicket, Withdrawn
+from kvtier.errors import BadRequest, KVTierError
+
+log = logging.getLogger(__name__)
+
+
+class DeviceBlocks:
+    """One worker's blocks on its device, and the copies of them that have not ended."""
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        device: int,
+        layout: DeviceLayout,
+        compute: Callable[[], Stream],
+        *,
+        kernels: KernelCopies | None = None,
+    ) -> None:
+        """`compute`: what the engine's thread computes on at the moment of asking."""
+        runtime.use_device(device)
+        self._runtime = runtime
+        self._device = device
+        self._registry = SlabRegistry(runtime)
+        self.layout = layout
+        self.streams = CopyStreams(runtime, self._registry, kernels=kernels)
+        self.compute = compute
+        self._is_broken = False
+        self._changed = threading.Lock()
+        self._tickets: dict[int, CopyTicket] = {}  # By job.
+        self._lost_holds: list[ExitStack] = []  # Of copies that nobody can tell the end of.
+
+    def make_lane(self, clock: Clock) -> StreamLane:
+        """The thread that copies; it pins slabs while it has nothing else to do."""
+        return StreamLane(
+            self.streams,
+            on_start=lambda: self._runtime.use_device(self._device),
+            on_idle=lambda: self._registry.warm(clock.now()),
+        )
+
+    # ------------------------------------------------------------------------- slabs (SlabPins)
+
+    def add(self, address: int, length_bytes: int) -> None:
+        """A slab has been mapped: it is pinned when it is first used, or before."""
+        try:
+            self._registry.add(address, length_bytes)
+        except BadRequest as error:
+            log.error("no copies from and to a slab", extra={"reason": str(error)})
+
+    def give_up(self, address: int) -> bool:
+        """Whether the slab is unpinned; never again once the device is broken, for it may still
+        write there."""
+        if self._is_broken:
+            return False
+        try:
+            self._runtime.use_device(self._device)
+            return self._registry.give_up(address)
+        except CudaBroken as error:
+            self._is_broken = True
+            log.error("the device is broken: slabs stay mapped", extra={"reason": str(error)})
+            return False
+
+    # ----------------------------------------------------------------------------------- copies
+
+    def mark(self) -> Event:
+        """In the engine's thread: what it has queued by now."""
+        return self.streams.mark(self.compute())
+
+    def fence(self, job_ids: Sequence[int]) -> None:
+        """In the engine's thread: what it queues from now on comes after these jobs, of which none
+        is being begun. What is not queued of them never will be."""
+        with self._changed:
+            tickets = [self._tickets[one] for one in job_ids if one in self._tickets]
+        for ticket in tickets:
+            self.streams.withdraw(ticket)
+            self.streams.follow(self.compute(), ticket)
+
+    def begin(self, job_id: int, ticket: CopyTicket) -> None:
+        with self._changed:
+            self._tickets[job_id] = ticket
+
+    def end(self, job_id: int, held: ExitStack) -> None:
+        """The copy touches its slots no more, or nobody knows: then they stay held."""
+        with self._changed:
+            ticket = self._tickets.pop(job_id)
+            if isinstance(ticket.failed, CudaBroken):
+                self._lost_holds.append(held.pop_all())
+
+
+class StreamMover:
+    """Runs the jobs of one namespace and shard on streams."""
+
+    def __init__(
+        self,
+        arena: ArenaLike,
+        blocks: DeviceBlocks,
+        settings: ConnectorSettings,
+        clock: Clock,
+        gate: Gate,
+    ) -> None:
+        self._arena = arena
+        self._blocks = blocks
+        self._clock = clock
+        self._gate = gate
+        self._checks = ByteChecks(settings)
+
+    def steps(self, progress: CopyProgress) -> Iterator[None]:
+        """The copy comes after what the engine has queued by now."""
+        return self._steps(progress, self._blocks.mark())
+
+    def _steps(self, progress: CopyProgress, mark: Event) -> Iterator[None]:
+        job, start_ns = progress.job, self._clock.now_ns()
+        with ExitStack() as held:
+            begun = self._begin(progress, mark, held)
+            if begun is None:
+                self._blocks.streams.unmark(mark)
+                return
+            ticket, views = begun
+            while not ticket.is_ended:
+                yield
+            self._blocks.end(job.job_id, held)
+            if isinstance(job, OffloadJob) and ticket.failed is None:
+                self._checks.note(job, progress, 0, views)
+        progress.seconds = (self._clock.now_ns() - start_ns) / 1e9
+        if ticket.failed is not None:
+            _note_failure(progress, ticket.failed)
+            return
+        progress.done_count = len(job.slots)
+        if isinstance(job, OnboardJob) and self._clock.now_ns() > job.deadline_ns:
+            progress.fail(FailReason.DEADLINE, "ended after the lease's deadline")
+
+    def _begin(
+        self, progress: CopyProgress, mark: Event, held: ExitStack
+    ) -> tuple[CopyTicket, list[SlotView]] | None:
+        """Ask for the copy; None if there is none, and then `progress` says why."""
+        job = progress.job
+        if isinstance(job, OnboardJob) and self._clock.now_ns() >= job.deadline_ns:
+            progress.fail(FailReason.DEADLINE, "not started by the lease's deadline")
+            return None
+        refusal = self._gate.enter(job)
+        if refusal is not None:
+            progress.fail(refusal, REFUSALS[refusal])
+            return None
+        try:
+            views = held.enter_context(self._arena.hold(job.slots, job.session))
+            if isinstance(job, OnboardJob) and not self._checks.are_right(job, progress, views):
+                return None
+            ticket = self._ask(job, views, mark)
+            self._blocks.begin(job.job_id, ticket)
+            return ticket, views
+        except KVTierError as error:
+            progress.fail(FailReason.STALE, f"{type(error).__name__}: {error}")
+        except Exception as error:  # Must end this job alone.
+            log.exception("copy failed", extra={"job_id": job.job_id})
+            progress.fail(FailReason.COPY, f"{type(error).__name__}: {error}")
+        finally:
+            self._gate.leave(job)
+        return None
+
+    def _ask(self, job: Job, views: Sequence[SlotView], mark: Event) -> CopyTicket:
+        streams, layout = self._blocks.streams, self._blocks.layout
+        slots = [int(view.__array_interface__["data"][0]) for view in views]
+        ask = streams.offload if isinstance(job, OffloadJob) else streams.onboard
+        return ask(layout, job.device_blocks, slots, mark)
+
+
+def _note_failure(progress: CopyProgress, error: KVTierError) -> None:
+    if isinstance(error, Withdrawn):
+        progress.fail(FailReason.WITHDRAWN, REFUSALS[FailReason.WITHDRAWN])
+    else:
+        progress.fail(FailReason.COPY, f"{type(error).__name__}: {error}")

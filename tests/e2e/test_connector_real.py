@@ -26,8 +26,10 @@ def daemon() -> Iterator[RunningDaemon]:
 def make_engine(daemon: RunningDaemon) -> Iterator[MakeEngine]:
     made: list[EngineHalf] = []
 
-    def make(*, weights: str = "v1", shard_count: int = 1) -> EngineHalf:
-        made.append(start_engine(daemon.socket, weights=weights, shard_count=shard_count))
+    def make(*, weights: str = "v1", shard_count: int = 1, on_gpu: bool = False) -> EngineHalf:
+        made.append(
+            start_engine(daemon.socket, weights=weights, shard_count=shard_count, on_gpu=on_gpu)
+        )
         return made[-1]
 
     yield make
@@ -35,15 +37,16 @@ def make_engine(daemon: RunningDaemon) -> Iterator[MakeEngine]:
         engine.close()
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "fake GPU"])
 @pytest.mark.parametrize("shard_count", [1, 2])
 def test_second_engine_onboards_the_bytes_of_the_first(
-    make_engine: MakeEngine, shard_count: int
+    make_engine: MakeEngine, shard_count: int, on_gpu: bool
 ) -> None:
     chain = numbered_chain(40)
-    first = make_engine(shard_count=shard_count)
+    first = make_engine(shard_count=shard_count, on_gpu=on_gpu)
     first.fill(len(chain), seed=1)
     first.offload("a", chain)
-    second = make_engine(shard_count=shard_count)
+    second = make_engine(shard_count=shard_count, on_gpu=on_gpu)
     assert second.onboard("b", chain) == StepOutcome(onboarded=("b",))
     for mine, theirs in zip(second.copiers, first.copiers, strict=True):
         assert np.array_equal(mine.blocks[: len(chain)], theirs.blocks[: len(chain)])
@@ -64,11 +67,12 @@ def test_other_weights_never_match(make_engine: MakeEngine) -> None:
     assert answer == 0
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "fake GPU"])
 def test_killed_daemon_costs_no_hook_any_time_and_comes_back(
-    make_engine: MakeEngine, daemon: RunningDaemon
+    make_engine: MakeEngine, daemon: RunningDaemon, on_gpu: bool
 ) -> None:
     chain = numbered_chain(20)
-    engine = make_engine()
+    engine = make_engine(on_gpu=on_gpu)
     engine.fill(len(chain), seed=3)
     engine.offload("a", chain)
     daemon.kill()

@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from kvtier.client import Client, ClientSettings
 from kvtier.connector import ConnectorSettings, SchedulerConnector, StepOutcome, WorkerConnector
+from kvtier.connector.stream_copying import DeviceBlocks
+from kvtier.cuda.device_layout import DeviceTensor, layout_of
+from kvtier.cuda.fake import FakeCudart
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import Role
 
@@ -53,6 +56,19 @@ class HostCopier:
             np.copyto(self.blocks[device_block], view)
 
 
+class FakeGpu:
+    """Device blocks on a fake GPU; its time passes with the calls that are made to it."""
+
+    def __init__(self, block_count: int) -> None:
+        self.cuda = FakeCudart()
+        address = self.cuda.allocate_device(block_count * SHARD_BYTES)
+        memory = self.cuda.device_bytes(address, block_count * SHARD_BYTES)
+        self.blocks = memory.reshape(block_count, SHARD_BYTES)
+        tensor = DeviceTensor(address, (block_count, SHARD_BYTES), (SHARD_BYTES, 1), 1)
+        compute = self.cuda.create_stream(0)
+        self.copies = DeviceBlocks(self.cuda, 0, layout_of([tensor]), lambda: compute)
+
+
 @dataclass
 class EngineHalf:
     """What an engine has of kvtier: one scheduler side, one worker a shard, each its session."""
@@ -60,7 +76,7 @@ class EngineHalf:
     clients: list[Client]
     scheduler: SchedulerConnector
     workers: list[WorkerConnector]
-    copiers: list[HostCopier]
+    copiers: list[HostCopier] | list[FakeGpu]
 
     def step(self) -> StepOutcome:
         plan = self.scheduler.build_plan()
@@ -113,6 +129,9 @@ class EngineHalf:
             worker.close()
         for client in self.clients:
             client.close()
+        for copier in self.copiers:
+            if isinstance(copier, FakeGpu):
+                copier.cuda.assert_clean()
 
 
 def start_engine(
@@ -121,6 +140,7 @@ def start_engine(
     weights: str = "v1",
     shard_count: int = 1,
     settings: ConnectorSettings = CALM,
+    on_gpu: bool = False,
 ) -> EngineHalf:
     """Connected, with slots in its stock."""
     spec, engine_id = spec_of(weights, shard_count), os.urandom(16)
@@ -136,10 +156,20 @@ def start_engine(
     for client in clients:
         assert client.wait_connected(WAIT_SECONDS)
     settings = replace(settings, worker_count=shard_count)
-    copiers = [HostCopier(64) for _ in range(shard_count)]
+    copiers: list[HostCopier] | list[FakeGpu] = (
+        [FakeGpu(64) for _ in range(shard_count)]
+        if on_gpu
+        else [HostCopier(64) for _ in range(shard_count)]
+    )
     scheduler = SchedulerConnector(clients[0], spec, settings=settings)
     workers = [
-        WorkerConnector(client, spec, copier, shard=shard, settings=settings)
+        WorkerConnector(
+            client,
+            spec,
+            copier.copies if isinstance(copier, FakeGpu) else copier,
+            shard=shard,
+            settings=settings,
+        )
         for shard, (client, copier) in enumerate(zip(owners, copiers, strict=True))
     ]
     engine = EngineHalf(clients, scheduler, workers, copiers)

@@ -78,6 +78,16 @@ KVTIER_BOTH Word1 load_word(const Word1* place) {
 #endif
 }
 
+// Bytes that other thread blocks read too: kept in the cache they share.
+KVTIER_BOTH Word16 load_shared_word(const Word16* place) {
+#if defined(__CUDA_ARCH__)
+    const uint4 word = __ldcg(reinterpret_cast<const uint4*>(place));
+    return Word16{word.x, word.y, word.z, word.w};
+#else
+    return *place;
+#endif
+}
+
 KVTIER_BOTH void store_word(Word16* place, Word16 word) {
 #if defined(__CUDA_ARCH__)
     __stcs(reinterpret_cast<uint4*>(place), make_uint4(word.x, word.y, word.z, word.w));

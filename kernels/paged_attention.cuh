@@ -64,7 +64,7 @@ KVTIER_BOTH AttentionWork attention_work(
     const i64 count = call.kv_counts[work.request];
     const i64 splits = i64(call.split_count);
     const i64 span = (count + splits - 1) / splits;
-    work.first = i64(work.split) * span < count ? i64(work.split) * span : count;
+    work.first = i64(work.split) * span;  // A split beyond the last token has none.
     work.end = work.first + span < count ? work.first + span : count;
     return work;
 }
@@ -176,8 +176,8 @@ KVTIER_BOTH void attend_share(
                 reinterpret_cast<const Word16*>(key + u64(kv.value_step)) + team.first_lane;
             KVTIER_UNROLL
             for (int held = 0; held < TEAM::HELD; ++held) {
-                keys[ahead][held] = row[held];
-                values[ahead][held] = value_row[held];
+                keys[ahead][held] = load_shared_word(row + held);
+                values[ahead][held] = load_shared_word(value_row + held);
             }
         }
         float scores[TOKENS_AHEAD][HEADS];

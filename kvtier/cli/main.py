@@ -41,6 +41,7 @@ COMMANDS = {
     "fsck": Command("kvtier.cli.fsck", "verify every block of an NVMe pool that is not in use"),
     "size": Command("kvtier.cli.size", "say how much KV a model has and what a tier holds of it"),
     "bench": Command("kvtier.cli.bench", "measure a daemon"),
+    "selftest": Command("kvtier.cli.selftest", "try your own engine with and without kvtier"),
 }
 
 
@@ -91,9 +92,9 @@ def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, Runner | None]
         prog="kvtier",
         description="Keeps the KV cache of LLM engines alive outside GPU memory.",
         epilog="Exit codes: 0; 1 it failed, or something checked is wrong; 2 a mistake in the "
-        "arguments or the configuration; 3 no daemon answers; 130 interrupted; 141 the reader of "
-        "the output has gone. With --json, standard output is JSON alone; messages go to standard "
-        "error.",
+        "arguments or the configuration; 3 no daemon answers, or no engine starts (selftest); 130 "
+        "interrupted; 141 the reader of the output has gone. With --json, standard output is JSON "
+        "alone; messages go to standard error.",
     )
     parser.add_argument("--version", action="version", version=f"kvtier {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

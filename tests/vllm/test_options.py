@@ -7,10 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from kvtier.connector.vllm.options import parse_options
-from kvtier.connector.vllm.refusals import Unsupported, check_supported
+from kvtier.connector.vllm.refusals import (
+    Unsupported,
+    check_supported,
+    warn_of_failing_loads,
+)
 from kvtier.errors import ConfigError
+from tests.vllm.engines import transfer_config, vllm_engine
 
 pytestmark = pytest.mark.vllm
 
@@ -103,6 +109,37 @@ def test_what_is_not_supported_is_refused_in_one_line(
 
 def test_one_group_of_full_attention_is_supported() -> None:
     check_supported(config(), caches(FullAttentionSpec()))
+
+
+@pytest.mark.parametrize(
+    ("given", "is_warned"),
+    [
+        ({}, True),  # vLLM's default.
+        ({"kv_load_failure_policy": "fail"}, True),
+        ({"kv_load_failure_policy": "recompute"}, False),
+        ({"kv_role": "kv_producer"}, False),  # Loads nothing.
+    ],
+)
+def test_one_line_warns_when_a_failed_load_would_end_its_request(
+    given: dict[str, str], is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"} | given
+    warn_of_failing_loads(KVTransferConfig(**wanted))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == is_warned
+    assert all('"kv_load_failure_policy": "recompute"' in text for text in texts)
+    assert not any("\n" in text for text in texts)
+
+
+def test_an_engine_warns_once_when_it_starts(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = transfer_config(tmp_path / "nobody.sock")
+    transfer.kv_load_failure_policy = "fail"
+    with vllm_engine(tiny_llama, transfer):
+        pass
+    told = [one for one in caplog.records if "kv_load_failure_policy" in one.getMessage()]
+    assert len(told) == 1
 
 
 def test_plugin_registers_the_connector_by_its_class_name_as_often_as_asked() -> None:

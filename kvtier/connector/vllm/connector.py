@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
 from kvtier.connector.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connector.vllm.options import parse_options
-from kvtier.connector.vllm.refusals import check_supported
+from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
 from kvtier.connector.vllm.scheduler_side import SchedulerSide
 from kvtier.connector.vllm.worker_side import WorkerSide
 
@@ -37,6 +37,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            warn_of_failing_loads(vllm_config.kv_transfer_config)
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)

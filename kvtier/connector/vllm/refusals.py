@@ -5,9 +5,12 @@ To go on in a set-up that is not understood could load wrong KV, or crash in the
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvtier.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # Kinds of layers whose blocks stay as they are until their request ends. Subclasses are not taken
 # on trust: some free or move blocks while a request runs.
@@ -51,6 +54,21 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"layers of kind {type(spec).__name__} are not supported yet",
                 "try --disable-hybrid-kv-cache-manager",
             )
+
+
+def warn_of_failing_loads(transfer_config: Any) -> None:
+    """vLLM's default ends a request over a block that could just be computed; say so once a start.
+
+    Inside a MultiConnector ours is not the setting that counts, and the outer one is not shown.
+    """
+    policy = getattr(transfer_config, "kv_load_failure_policy", "fail")
+    if policy == "fail" and transfer_config.is_kv_consumer:
+        log.warning(
+            'kvtier: kv_load_failure_policy is "fail": a request whose block cannot be loaded ends'
+            ' with an error; set "kv_load_failure_policy": "recompute" in --kv-transfer-config, and'
+            " vLLM computes the block instead (in a MultiConnector: the outer one's counts; set it"
+            " in both)"
+        )
 
 
 def layer_specs(group_spec: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from kvtier.connector.vllm.copier import GatheringCopier, StraightCopier, cpu_copier
+from kvtier.connector.vllm.device import device_tensors
 from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
 from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.cuda.device_layout import layout_of
+from kvtier.errors import BadRequest
 
 pytestmark = pytest.mark.vllm
 
@@ -81,6 +85,9 @@ def block_bytes(caches: Caches, geometry: BlockGeometry, block: int) -> bytes:
         dim = 0 if tensor.shape[0] % BLOCKS == 0 else 1
         split = tensor.shape[dim] // BLOCKS
         part = tensor.narrow(dim, block * split, split).movedim(dim, 0)
+        # In the order of memory; a dimension of size 1 has no place there.
+        steps = [part.stride(d) if part.shape[d] > 1 else 1 << 60 for d in range(part.dim())]
+        part = part.permute(sorted(range(part.dim()), key=lambda d: -steps[d]))
         found += part.contiguous().view(torch.uint8).numpy().tobytes()
     assert len(found) == geometry.shard_bytes
     return found
@@ -99,6 +106,28 @@ def test_a_block_goes_out_byte_by_byte_and_comes_back_into_another(form: str) ->
     copier.copy_in([1, 4, 3], slots)
     assert [block_bytes(caches, geometry, block) for block in (1, 4, 3)] == wanted
     assert [block_bytes(caches, geometry, block) for block in (0, 2, 6, 7, 8)] == others
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "blocks innermost but one"])
+def test_a_gpu_would_copy_the_same_bytes_in_few_runs(form: str) -> None:
+    caches = FORMS[form]()
+    geometry = geometry_of(caches, BLOCKS)
+    layout = layout_of(device_tensors(geometry))
+    assert layout.shard_bytes == geometry.shard_bytes
+    # Heads outside of blocks are a run each, keys and values two; tokens are never.
+    assert len(layout.sizes) <= 2 * LAYERS * HEADS
+    found = b""
+    columns = (layout.addresses + np.uint64(5) * layout.steps, layout.sizes, layout.places)
+    for address, size, place in zip(*map(np.ndarray.tolist, columns), strict=True):
+        assert place == len(found)
+        found += ctypes.string_at(address, size)
+    assert found == block_bytes(caches, geometry, 5)
+
+
+def test_a_layout_of_a_run_for_each_element_is_refused() -> None:
+    caches = permuted((2, BLOCKS, 1 << 17), (0, 2, 1))
+    with pytest.raises(BadRequest, match="runs"):
+        layout_of(device_tensors(geometry_of(caches, BLOCKS)))
 
 
 def test_large_parts_go_straight_and_small_ones_are_gathered() -> None:
@@ -140,7 +169,10 @@ def test_a_layout_is_named_by_the_order_of_a_blocks_bytes() -> None:
     # Outside the block their keys and values lie apart, or next to each other: not within.
     assert layout_of("keys and values apart") == layout_of("keys and values in a block")
     assert layout_of("LBHNC") == layout_of("BLHNC")
-    others = ("LBHNC", "keys and values apart", "kernel blocks", "latent")
+    others = (
+        *("LBHNC", "LBNHC", "keys and values apart", "kernel blocks", "latent"),
+        "keys and values apart, heads first",
+    )
     assert len({layout_of(form) for form in others}) == len(others)
 
 

@@ -4,7 +4,8 @@ vLLM has many layouts, and their names have changed: keys and values apart ([2, 
 side in a block, or one latent for both; tokens before heads or after; one storage for all layers or
 one for each; a block of the scheduler split into several of the kernel's. All that is needed of
 them is the dimension that counts blocks. A block's bytes are those of its elements in the order of
-the remaining dimensions, whatever the strides.
+memory, the remaining dimensions by their strides: so a block is copied in the fewest runs. That
+order is part of the layout's name.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def geometry_of(kv_caches: Mapping[str, Any], block_count: int) -> BlockGeometry
     tensors: dict[tuple[Any, ...], torch.Tensor] = {}
     layout, dtypes = hashlib.sha256(), set()
     for name in sorted(kv_caches, key=_layer_order):
-        tensor = _blocks_first(name, kv_caches[name], block_count)
-        layout.update(f"{tuple(tensor.shape[1:])} {tensor.dtype}\n".encode())
+        tensor, order = _in_memory_order(_blocks_first(name, kv_caches[name], block_count))
+        layout.update(f"{tuple(tensor.shape[1:])} {order} {tensor.dtype}\n".encode())
         dtypes.add(str(tensor.dtype).removeprefix("torch."))
         # Layers that share their KV have the same tensor.
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -94,6 +95,15 @@ def _blocks_first(name: str, tensor: Any, block_count: int) -> torch.Tensor:
     sizes = (block_count, int(tensor.shape[dim]) // block_count)
     split = torch.unflatten(tensor, dim, sizes)
     return split.movedim(dim, 0).movedim(dim + 1, 1)
+
+
+def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The dimensions behind the first one from the outermost in memory to the innermost, and which
+    they were. One of size 1 has no place in memory: it goes first, and is not told of."""
+    dims = range(1, tensor.dim())
+    single = [dim for dim in dims if tensor.shape[dim] == 1]
+    order = sorted((dim for dim in dims if tensor.shape[dim] > 1), key=lambda d: -tensor.stride(d))
+    return tensor.permute(0, *single, *order), tuple(order)
 
 
 def _fits(size: int, block_count: int) -> bool:

@@ -201,8 +201,10 @@ class SchedulerSide:
         self._note_device_blocks(output)
         if self._reuse.is_parked_block_allocated():
             core.on_device_blocks_short(ALL_BLOCKS)
+        started = _started_in(output)
         for request_id in output.num_scheduled_tokens:
-            if (tracked := self._requests.get(request_id)) is not None:
+            tracked = self._requests.get(request_id)
+            if tracked is not None and request_id not in started:
                 self._note_full(core, tracked, tracked.device_blocks)
         plan = core.build_plan()
         good, fenced = self._reuse.begin_step(plan.offloads)
@@ -326,8 +328,9 @@ class SchedulerSide:
         """Tell of blocks that earlier steps have filled.
 
         Steps run in order, so when a worker gets this step's order all that is counted in
-        `num_computed_tokens` is computed. A hash stands for tokens that were really sampled; a
-        block of guesses has none.
+        `num_computed_tokens` is computed, unless this step is the request's first: vLLM lets it
+        build on blocks that other requests fill in the same step. A hash stands for tokens that
+        were really sampled; a block of guesses has none.
         """
         if not tracked.may_offload:
             return
@@ -337,3 +340,10 @@ class SchedulerSide:
             tracked.full_count = count
             hashes, filled = Head(tracked.hashes, count), Head(device_blocks, count)
             core.on_blocks_full(tracked.request.request_id, hashes, filled)
+
+
+def _started_in(output: Any) -> set[str]:
+    """Requests that had no blocks before this step."""
+    return {new.req_id for new in output.scheduled_new_reqs} | set(
+        output.scheduled_cached_reqs.resumed_req_ids
+    )

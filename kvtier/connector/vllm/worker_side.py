@@ -11,7 +11,9 @@ import torch
 from kvtier.client import Client
 from kvtier.connector.copying import BlockCopier
 from kvtier.connector.jobs import JobResult
+from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.vllm.copier import cpu_copier
+from kvtier.connector.vllm.device import device_blocks
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
 from kvtier.connector.vllm.facts import namespace_of_engine
 from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
@@ -119,12 +121,16 @@ class WorkerSide:
             self._client.close()
 
 
-def _copier(geometry: BlockGeometry, kv_caches: Mapping[str, torch.Tensor]) -> BlockCopier:
-    """Where other devices' copies will come in."""
-    kinds = {tensor.device.type for tensor in kv_caches.values()}
-    if kinds != {"cpu"}:
-        raise Unsupported(
-            f"kvtier: KV on {'+'.join(sorted(kinds))} is not supported yet, only on cpu;"
-            " run without kvtier"
-        )
-    return cpu_copier(geometry)
+def _copier(
+    geometry: BlockGeometry, kv_caches: Mapping[str, torch.Tensor]
+) -> BlockCopier | DeviceBlocks:
+    """Raises Unsupported for devices that nobody copies from here."""
+    devices = {tensor.device for tensor in kv_caches.values()}
+    kinds = sorted({device.type for device in devices})
+    if kinds == ["cpu"]:
+        return cpu_copier(geometry)
+    if kinds == ["cuda"] and len(devices) == 1:
+        return device_blocks(geometry, devices.pop())
+    raise Unsupported(
+        f"kvtier: KV on {'+'.join(sorted(map(str, devices)))} is not supported; run without kvtier"
+    )

@@ -1,0 +1,51 @@
+"""Copies of an engine whose KV is on a GPU: torch's tensors and stream as plain numbers.
+
+torch itself is used for nothing else: no copy goes through it, and no stream of its own waits.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvtier.connector.stream_copying import DeviceBlocks
+from kvtier.connector.vllm.geometry import BlockGeometry
+from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.cuda.cudart import open_cudart
+from kvtier.cuda.device_layout import DeviceTensor, layout_of
+from kvtier.cuda.errors import CudaUnavailable
+from kvtier.cuda.runtime import Stream
+from kvtier.errors import BadRequest
+
+log = logging.getLogger(__name__)
+
+
+def device_blocks(geometry: BlockGeometry, device: torch.device) -> DeviceBlocks:
+    """Tries every way of copying first, which takes milliseconds. Raises Unsupported."""
+    if torch.version.hip is not None:
+        raise Unsupported("kvtier: AMD GPUs are not supported; run without kvtier")
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def compute() -> Stream:
+        return Stream(torch.cuda.current_stream(index).cuda_stream)
+
+    try:
+        layout = layout_of(device_tensors(geometry))
+        blocks = DeviceBlocks(open_cudart(), index, layout, compute)
+        wrong = blocks.streams.try_paths()
+    except (BadRequest, CudaUnavailable) as error:
+        raise Unsupported(f"kvtier: {error}; run without kvtier") from error
+    if wrong:
+        log.error("kvtier: this GPU or its driver copies wrongly by %s: not used", ", ".join(wrong))
+    return blocks
+
+
+def device_tensors(geometry: BlockGeometry) -> list[DeviceTensor]:
+    """What of torch's tensors decides where bytes lie; a slot's bytes are those of a CPU engine."""
+    found = []
+    for plane in geometry.planes:
+        tensor, size = plane.blocks, plane.blocks.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        found.append(DeviceTensor(tensor.data_ptr(), tuple(tensor.shape), strides, size))
+    return found

@@ -135,7 +135,7 @@ class SchedulerRig:
         """A new start of the engine, on the daemon as it is."""
         self.config.cache_config.num_gpu_blocks = self.device_block_count
         kv_caches = kv_cache_config(self.device_block_count)
-        self.scheduler = Scheduler(
+        self.scheduler = self._scheduler_class()(
             vllm_config=self.config,
             kv_cache_config=kv_caches,
             log_stats=True,
@@ -174,6 +174,9 @@ class SchedulerRig:
         )
         self.worker.begin(worker, SimpleNamespace(close=lambda: None), self.spec)
 
+    def _scheduler_class(self) -> type[Scheduler]:
+        return Scheduler
+
     # ------------------------------------------------------------------------------- requests
 
     def add(
@@ -196,13 +199,18 @@ class SchedulerRig:
 
     # ------------------------------------------------------------------------------- steps
 
-    def step(self, *, answers: bool = True, copies: bool = True) -> Any:
-        """One step; `answers`: the daemon's to what was asked; `copies`: all copies end in it."""
+    def step(self, *, answers: bool = True, copies: bool = True, early: bool = False) -> Any:
+        """One step; `answers`: the daemon's to what was asked; `copies`: all copies end in it.
+
+        `early`: those that the step brings are made before its forward pass.
+        """
         output = self.scheduler.schedule()
         order = output.kv_connector_metadata
         self.orders.append(order)
         self.worker.fence(order)
         self.worker.start(order)
+        if early:
+            self._copy()
         self._forward(output)
         if copies:
             self._copy()
@@ -287,19 +295,23 @@ class SchedulerRig:
 
     def _sampled(self, output: Any, transfer: KVConnectorOutput) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
-        tokens = []
-        for request_id in ids:
-            request = self.scheduler.requests[request_id]
-            is_sampled = request.num_computed_tokens >= request.num_tokens
-            # Of the tokens so far: equal sequences go on equally.
-            digest = hashlib.sha256(repr(request.all_token_ids[-8:]).encode()).digest()
-            tokens.append([4 + digest[0]] if is_sampled else [])
+        requests = self.scheduler.requests
+        tokens = [self._sampled_tokens(output, requests[request_id]) for request_id in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=tokens,
             kv_connector_output=transfer,
         )
+
+    def _sampled_tokens(self, output: Any, request: Request) -> list[int]:
+        is_sampled = request.num_computed_tokens >= request.num_tokens
+        return [self.next_token(request.all_token_ids)] if is_sampled else []
+
+    @staticmethod
+    def next_token(tokens: Sequence[int]) -> int:
+        """What is sampled after these; equal sequences go on equally."""
+        return 4 + hashlib.sha256(repr(list(tokens[-8:])).encode()).digest()[0]
 
     # ------------------------------------------------------------------------------- checks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -28,7 +29,7 @@ class Story:
     def __init__(self, model: Path, seed: int) -> None:
         self.random = random.Random(seed)
         pick = self.random.choice
-        self.rig = SchedulerRig(
+        self.rig = self.make_rig(
             model,
             device_block_count=pick((10, 14, 24, 64)),
             slot_count=pick((12, 40, 200)),
@@ -39,6 +40,9 @@ class Story:
         self.added = 0
         self.resets = 0
         self.is_slow = pick((True, False))  # Copies and answers come late, mostly.
+
+    def make_rig(self, model: Path, **options: Any) -> SchedulerRig:
+        return SchedulerRig(model, **options)
 
     def run(self) -> None:
         """Each action as often as its number says, of their sum."""
@@ -77,6 +81,7 @@ class Story:
         self.rig.step(
             answers=self.random.random() < max(chance, 0.5),
             copies=self.random.random() < chance,
+            early=self.random.random() < chance / 2,
         )
 
     def copy_a_slice(self) -> None:

@@ -81,6 +81,9 @@ class ConnectorSettings:
     verify_one_in: int = 0
     # Device blocks copied out between two looks for a waiting onboard.
     offload_slice_blocks: int = 16
+    # How much longer a step of the engine may take for offloads beside it, on a device; 0 lets them
+    # go as fast as they can.
+    offload_stretch_max: float = 0.05
     close_seconds: float = 1.0
     # For tests: an internal error is raised, instead of the engine going on without kvtier.
     raise_internal_errors: bool = False
@@ -102,6 +105,7 @@ class ConnectorSettings:
             "verify_one_in", "lease_slack_seconds", "match_fresh_seconds", "close_seconds",
             "reserve_retry_seconds", "recall_pause_seconds", "finish_wait_seconds",
             "lingering_requests_max", "lingering_blocks_max",
+            "offload_stretch_max",
         )  # fmt: skip
         for name in not_negative:
             if getattr(self, name) < 0:

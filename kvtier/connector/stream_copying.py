@@ -14,8 +14,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
-from kvtier.clock import Clock
+from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import ArenaLike, SlotView
 from kvtier.connector.copying import REFUSALS, ByteChecks, CopyProgress, Gate
 from kvtier.connector.jobs import FailReason, Job, OffloadJob, OnboardJob
@@ -28,8 +29,20 @@ from kvtier.cuda.registration import SlabRegistry
 from kvtier.cuda.runtime import CudaRuntime, Event, Stream
 from kvtier.cuda.streams import CopyStreams, CopyTicket, Withdrawn
 from kvtier.errors import BadRequest, KVTierError
+from kvtier.policy.store_throttle import StoreThrottle
 
 log = logging.getLogger(__name__)
+
+
+_STEP_SECONDS_MAX = 1.0
+
+
+class _Step(NamedTuple):
+    """One of the engine's, as it began."""
+
+    begun: float
+    token_count: int
+    stored_bytes: int
 
 
 class DeviceBlocks:
@@ -43,19 +56,48 @@ class DeviceBlocks:
         compute: Callable[[], Stream],
         *,
         kernels: KernelCopies | None = None,
+        offload_stretch_max: float = 0.0,
+        clock: Clock | None = None,
     ) -> None:
-        """`compute`: what the engine's thread computes on at the moment of asking."""
+        """`compute`: what the engine's thread computes on at the moment of asking.
+        `offload_stretch_max`: how much longer a step may take for offloads, 0 for any."""
         runtime.use_device(device)
         self._runtime = runtime
         self._device = device
         self._registry = SlabRegistry(runtime)
         self.layout = layout
-        self.streams = CopyStreams(runtime, self._registry, kernels=kernels)
+        self._clock = clock or SystemClock()
+        self._throttle: StoreThrottle | None = None
+        if offload_stretch_max > 0:
+            self._throttle = StoreThrottle(stretch_max=offload_stretch_max)
+        self._last_step = _Step(0.0, 0, 0)
+        self.streams = CopyStreams(
+            runtime, self._registry, kernels=kernels, may_store=self._may_store
+        )
         self.compute = compute
         self._is_broken = False
         self._changed = threading.Lock()
         self._tickets: dict[int, CopyTicket] = {}  # By job.
         self._lost_holds: list[ExitStack] = []  # Of copies that nobody can tell the end of.
+
+    def note_step(self, token_count: int) -> None:
+        """In the engine's thread: a step begins that computes so many tokens, or none."""
+        if self._throttle is None:
+            return
+        before, step = (
+            self._last_step,
+            _Step(self._clock.now(), token_count, self.streams.stored_bytes),
+        )
+        self._last_step = step
+        seconds = step.begun - before.begun
+        # An engine that had nothing to do waited.
+        if before.token_count and seconds < _STEP_SECONDS_MAX:
+            copied = step.stored_bytes - before.stored_bytes
+            self._throttle.note_step(seconds, before.token_count, copied)
+
+    def _may_store(self, bytes_count: int) -> bool:
+        throttle = self._throttle
+        return throttle is None or throttle.may_send(bytes_count, self._clock.now())
 
     def make_lane(self, clock: Clock) -> StreamLane:
         """The thread that copies; it pins slabs while it has nothing else to do."""

@@ -84,6 +84,11 @@ class WorkerConnector:
                 progress.fail(FailReason.INTERNAL, f"{type(error).__name__}: {error}")
                 self._unstarted.append(self._end(progress))
 
+    def note_step(self, token_count: int) -> None:
+        """A step of the engine begins: offloads beside it must not make it much longer."""
+        if isinstance(self._copier, DeviceBlocks):
+            self._copier.note_step(token_count)
+
     def poll(self) -> list[JobResult]:
         """The jobs that have ended since the last poll."""
         unstarted, self._unstarted = self._unstarted, []

@@ -55,6 +55,7 @@ class Piece:
     host: Addresses  # The host's addresses, for plain copies.
     seen: Addresses  # The device's addresses of the same bytes, for batches and kernels.
     sizes: Addresses
+    slabs: Indices | None = None  # Of each run; None: all are of one.
 
     @property
     def bytes_count(self) -> int:
@@ -148,7 +149,9 @@ def pieces_of(
         for bounds in _cuts(part.sizes, limits):
             some = part.at(bounds)
             seen = some.host + aliases[some.slabs]
-            pieces.append(Piece(path, direction, some.device, some.host, seen, some.sizes))
+            pieces.append(
+                Piece(path, direction, some.device, some.host, seen, some.sizes, some.slabs)
+            )
     return pieces
 
 

@@ -9,15 +9,23 @@ from kvtier.cuda.copy_paths import CopyPath, PathSupport
 from kvtier.cuda.copy_plan import Piece
 from kvtier.cuda.errors import CudaBroken, CudaRefused
 from kvtier.cuda.runtime import CudaRuntime, Direction, SourceOrder, Stream
+from kvtier.errors import KVTierError
 
 log = logging.getLogger(__name__)
+
+
+class KernelsBusy(KVTierError):
+    """As many pieces are under way as kernels can take: send this one another way."""
 
 
 class KernelCopies(Protocol):
     """Copies by kernels; see `CopyPath.KERNEL` and `CopyPath.STAGED`."""
 
     def submit(self, piece: Piece, stream: Stream) -> None:
-        """Queue the whole piece on the stream. Raises CudaRefused, and then has queued nothing."""
+        """Queue the whole piece on the stream.
+
+        Raises CudaRefused or KernelsBusy, and then has queued nothing that touches the piece.
+        """
         ...
 
 
@@ -36,6 +44,8 @@ class PieceSubmitter:
             try:
                 self._kernels.submit(piece, stream)
                 return
+            except KernelsBusy:
+                pass  # The next piece may find them idle.
             except CudaRefused as error:
                 self._give_up(error, PathSupport(self.support.has_batches, has_kernels=False))
         if piece.path is not CopyPath.PLAIN and self.support.has_batches:

@@ -11,15 +11,16 @@ The ordering rules, each learnt from a bug that somebody shipped:
   (2) Before the engine touches blocks of a copy that has not ended, its stream must `follow` it.
   (3) A store reads its source in the stream's order, never in any order.
 
-Loads come before stores: no piece of a store is submitted while one of a load waits for its turn.
-What is in flight is bounded in each direction, so that a load never waits behind more than that.
+Loads come before stores: no piece of a store is submitted while one of a load waits for its turn,
+and stores ask before each piece whether they may, for what they do to the engine's own work. What
+is in flight is bounded in each direction, so that a load never waits behind more than that.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,13 +87,17 @@ class CopyStreams:
         kernels: KernelCopies | None = None,
         limits: PathLimits | None = None,
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
+        may_store: Callable[[int], bool] = lambda _: True,
     ) -> None:
+        """`may_store`: whether so many bytes of a store may be submitted now."""
         lowest, highest = runtime.priorities()
         self._runtime = runtime
         self._registry = registry
         self._submitter = PieceSubmitter(runtime, kernels)
         self._limits = limits or PathLimits()
         self._in_flight_bytes_max = in_flight_bytes_max
+        self._may_store = may_store
+        self.stored_bytes = 0  # Submitted, in all.
         self._loads = _Lane(runtime.create_stream(highest))
         self._stores = _Lane(runtime.create_stream(lowest))
         self._changed = threading.RLock()
@@ -160,7 +165,10 @@ class CopyStreams:
             for lane in (self._loads, self._stores):
                 self._reap(lane)
                 while lane.waiting and lane.in_flight_bytes < self._in_flight_bytes_max:
-                    self._submit_next(lane)
+                    if lane is self._loads or self._may_store_next():
+                        self._submit_next(lane)
+                    else:
+                        return
                 if lane.waiting:
                     return
 
@@ -211,13 +219,26 @@ class CopyStreams:
         is_load = ticket.direction is Direction.HOST_TO_DEVICE
         return self._loads if is_load else self._stores
 
+    def _may_store_next(self) -> bool:
+        ticket = self._stores.waiting[0]
+        try:
+            if ticket._pieces is None:
+                self._begin(self._stores, ticket)
+        except KVTierError as error:
+            self._fail(ticket, error)
+            return False  # The others' turn comes with the next look.
+        return not ticket._pieces or self._may_store(ticket._pieces[0].bytes_count)
+
+    def _begin(self, lane: _Lane, ticket: CopyTicket) -> None:
+        self._plan(ticket)
+        self._runtime.wait_event(lane.stream, ticket.after)
+
     def _submit_next(self, lane: _Lane) -> None:
         """One piece of the oldest ticket that waits."""
         ticket = lane.waiting[0]
         try:
             if ticket._pieces is None:
-                self._plan(ticket)
-                self._runtime.wait_event(lane.stream, ticket.after)
+                self._begin(lane, ticket)
             if ticket._pieces:
                 piece = ticket._pieces[0]
                 self._submitter.submit(piece, lane.stream)
@@ -247,6 +268,8 @@ class CopyStreams:
         lane.in_flight.append((event, bytes_count, ticket))
         lane.in_flight_bytes += bytes_count
         ticket.bytes_count += bytes_count
+        if lane is self._stores:
+            self.stored_bytes += bytes_count
         ticket._end = event
         ticket._in_flight_count += 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class CopyRig:
         limits: PathLimits | None = None,
         kernels: KernelCopies | None = None,
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
+        may_store: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.cuda, self.kv = cuda, kv
         self.shard_bytes = kv.layout.shard_bytes
@@ -49,6 +50,7 @@ class CopyRig:
             kernels=kernels,
             limits=limits,
             in_flight_bytes_max=in_flight_bytes_max,
+            may_store=may_store,
         )
         self.poll_seconds = 2e-6 if cuda.timeline.is_even else 100e-6
         self.random = np.random.default_rng(11)

@@ -9,6 +9,7 @@ import logging
 
 import torch
 
+from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.vllm.geometry import BlockGeometry
 from kvtier.connector.vllm.refusals import Unsupported
@@ -21,9 +22,11 @@ from kvtier.errors import BadRequest
 log = logging.getLogger(__name__)
 
 
-def device_blocks(geometry: BlockGeometry, device: torch.device) -> DeviceBlocks:
+def device_blocks(
+    geometry: BlockGeometry, device: torch.device, settings: ConnectorSettings
+) -> DeviceBlocks:
     """Tries every way of copying first, which takes milliseconds. Raises Unsupported."""
-    if torch.version.hip is not None:
+    if vars(torch.version).get("hip") is not None:
         raise Unsupported("kvtier: AMD GPUs are not supported; run without kvtier")
     index = torch.cuda.current_device() if device.index is None else device.index
 
@@ -32,7 +35,13 @@ def device_blocks(geometry: BlockGeometry, device: torch.device) -> DeviceBlocks
 
     try:
         layout = layout_of(device_tensors(geometry))
-        blocks = DeviceBlocks(open_cudart(), index, layout, compute)
+        blocks = DeviceBlocks(
+            open_cudart(),
+            index,
+            layout,
+            compute,
+            offload_stretch_max=settings.offload_stretch_max,
+        )
         wrong = blocks.streams.try_paths()
     except (BadRequest, CudaUnavailable) as error:
         raise Unsupported(f"kvtier: {error}; run without kvtier") from error

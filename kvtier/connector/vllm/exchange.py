@@ -41,6 +41,7 @@ class StepOrder(KVConnectorMetadata):  # type: ignore[misc]
     # Offloads of earlier steps that read device blocks which this step overwrites.
     fenced_jobs: tuple[int, ...] = ()
     unstarted: tuple[UnstartedLoad, ...] = ()
+    token_count: int = 0  # That the step computes.
 
 
 @dataclass

@@ -100,9 +100,9 @@ def _blocks_first(name: str, tensor: Any, block_count: int) -> torch.Tensor:
 def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The dimensions behind the first one from the outermost in memory to the innermost, and which
     they were. One of size 1 has no place in memory: it goes first, and is not told of."""
-    dims = range(1, tensor.dim())
+    dims, strides = range(1, tensor.dim()), list(tensor.stride())
     single = [dim for dim in dims if tensor.shape[dim] == 1]
-    order = sorted((dim for dim in dims if tensor.shape[dim] > 1), key=lambda d: -tensor.stride(d))
+    order = sorted((dim for dim in dims if tensor.shape[dim] > 1), key=lambda d: -strides[d])
     return tensor.permute(0, *single, *order), tuple(order)
 
 

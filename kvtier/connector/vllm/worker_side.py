@@ -11,6 +11,7 @@ import torch
 from kvtier.client import Client
 from kvtier.connector.copying import BlockCopier
 from kvtier.connector.jobs import JobResult
+from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.vllm.copier import cpu_copier
 from kvtier.connector.vllm.device import device_blocks
@@ -46,7 +47,7 @@ class WorkerSide:
         """Learn the tensors, and connect; the daemon may come later."""
         config = self._kv_cache_config
         geometry = geometry_of(kv_caches, config.num_blocks)
-        copier = _copier(geometry, kv_caches)
+        copier = _copier(geometry, kv_caches, self._options.settings)
         spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
         client = Client(
             self._options.socket,
@@ -82,7 +83,10 @@ class WorkerSide:
             self._received.add(load.request_id)
             self._bad_blocks.update(load.device_blocks)
         plan = order.plan
-        if self._worker is None or not (plan.onboards or plan.offloads):
+        if self._worker is None:
+            return
+        self._worker.note_step(order.token_count)
+        if not (plan.onboards or plan.offloads):
             return
         for job in plan.onboards:
             self._loads[job.job_id] = (job.request_id, job.device_blocks)
@@ -122,7 +126,7 @@ class WorkerSide:
 
 
 def _copier(
-    geometry: BlockGeometry, kv_caches: Mapping[str, torch.Tensor]
+    geometry: BlockGeometry, kv_caches: Mapping[str, torch.Tensor], settings: ConnectorSettings
 ) -> BlockCopier | DeviceBlocks:
     """Raises Unsupported for devices that nobody copies from here."""
     devices = {tensor.device for tensor in kv_caches.values()}
@@ -130,7 +134,7 @@ def _copier(
     if kinds == ["cpu"]:
         return cpu_copier(geometry)
     if kinds == ["cuda"] and len(devices) == 1:
-        return device_blocks(geometry, devices.pop())
+        return device_blocks(geometry, devices.pop(), settings)
     raise Unsupported(
         f"kvtier: KV on {'+'.join(sorted(map(str, devices)))} is not supported; run without kvtier"
     )

@@ -395,3 +395,38 @@ def test_short_runs_go_by_kernels_and_by_batches_if_those_are_refused(
     round_trip(rig)
     assert kernels.paths == (set() if is_refused else {CopyPath.KERNEL, CopyPath.STAGED})
     assert rig.streams.support.has_kernels is not is_refused
+
+
+def test_stores_wait_until_they_may_and_loads_do_not() -> None:
+    cuda = FakeCudart()
+    asked: list[int] = []
+    allowance = [0]
+
+    def may_store(bytes_count: int) -> bool:
+        asked.append(bytes_count)
+        allowance[0] -= 1
+        return allowance[0] >= 0
+
+    rig = CopyRig(cuda, LAYOUTS["split"](cuda, Sizes()), may_store=may_store)
+    stores = [rig.offload([block], [block]) for block in range(3)]
+    load = rig.onboard([4], [4])
+    ended = []
+    for _ in range(200):
+        ended += rig.streams.poll()
+        cuda.advance(5e-6)
+    assert ended == [load]
+    assert set(asked) == {rig.shard_bytes}
+    allowance[0] = 1
+    for _ in range(200):
+        ended += rig.streams.poll()
+        cuda.advance(5e-6)
+    assert ended == [load, stores[0]]
+    # Who overwrites the blocks next does not wait for permission.
+    rig.streams.follow(rig.compute, stores[2])
+    rig.compute_fill(2, 9)
+    allowance[0] = 0
+    for _ in range(200):
+        ended += rig.streams.poll()
+        cuda.advance(5e-6)
+    assert ended == [load, *stores]
+    rig.close()

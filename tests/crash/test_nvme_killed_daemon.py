@@ -270,7 +270,9 @@ def test_killed_daemon_gives_blocks_back_right_or_not_at_all(
                 ended = f"round {number}; daemon {daemon.process.poll()}"
                 raise AssertionError(f"{ended}: {daemon.log_text[-6000:]}") from error
     done = torture.done
-    others = ", ".join(f"{name} {done[name]}" for name in ("made", "evicting", "cleared", "refused"))
+    others = ", ".join(
+        f"{name} {done[name]}" for name in ("made", "evicting", "cleared", "refused")
+    )
     state_finding(
         f"{round_count} rounds, {done['reused']} segments reused in them; {done['verified']} blocks "
         f"verified after restarts and {done['hits']} under load; {done['back']} of "

@@ -28,7 +28,7 @@ def device_blocks(
     """Tries every way of copying first, which takes milliseconds. Raises Unsupported."""
     if vars(torch.version).get("hip") is not None:
         raise Unsupported("kvtier: AMD GPUs are not supported; run without kvtier")
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index  # A tensor's device has one.
 
     def compute() -> Stream:
         return Stream(torch.cuda.current_stream(index).cuda_stream)

@@ -111,7 +111,7 @@ class RunnerV2:
     def _forward(self, forward: Callable[[], None], form: Forward) -> None:
         if form is Forward.LAYERS:
             self._call(self.connector.wait_for_layer_load, LAYER)
-        forward()
+        self._call(forward)
         if form is Forward.LAYERS:
             self._call(self.connector.save_kv_layer, LAYER, None, object())
 

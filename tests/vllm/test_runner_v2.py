@@ -209,8 +209,10 @@ def test_block_that_another_request_fills_in_the_same_step_is_not_offloaded_befo
     rig.add("warm", prompt_of(20, seed=9))
     rig.run()
     rig.runner.between = rig.lane.step  # Copies are quicker than a forward pass.
-    rig.add("first", prompt_of(40))
-    rig.step()  # A block and a half.
+    first = rig.add("first", prompt_of(40))
+    while first.num_computed_tokens == 0:
+        rig.step()
+    assert first.num_computed_tokens == 24, "a block and a half"
     rig.add("second", prompt_of(40))
     rig._answer()  # Nobody has the prefix, and slots are there: all that is full may be offloaded.
     output = rig.step()  # Checks what is in the daemon.

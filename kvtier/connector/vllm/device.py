@@ -45,6 +45,10 @@ def device_blocks(
         wrong = blocks.streams.try_paths()
     except (BadRequest, CudaUnavailable) as error:
         raise Unsupported(f"kvtier: {error}; run without kvtier") from error
+    log.warning(
+        "kvtier: copies on a GPU are tested without one, and were never run on one by us:"
+        " try `kvtier selftest vllm` first"
+    )
     if wrong:
         log.error("kvtier: this GPU or its driver copies wrongly by %s: not used", ", ".join(wrong))
     return blocks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.kernel_twin import HostMemory, KernelTwin, TwinDied
+from kvtier.cuda import kernel_copies
+from tests.support.kernel_twin import KERNELS, HostMemory, KernelTwin, TwinDied
 
 TILE_BYTES = 2048
 # Around a word, a warp's round, a tile; and what only bytes can copy.
@@ -68,6 +69,12 @@ def test_neither_the_grid_nor_the_tiles_decide_what_is_copied(
         block_threads=block_threads,
     )
     np.testing.assert_array_equal(target.data, source.data)
+
+
+def test_python_and_the_kernels_mean_the_same_tile() -> None:
+    text = (KERNELS / "kv_core.cuh").read_text(encoding="utf-8")
+    assert f"TILE_BYTES = {kernel_copies.TILE_BYTES};" in text
+    assert kernel_copies.TILE_BYTES == TILE_BYTES
 
 
 def test_a_table_of_no_runs_copies_nothing(twin: KernelTwin) -> None:

@@ -14,6 +14,15 @@ from kvtier.cuda.fake_memory import FakeMemory
 from kvtier.cuda.runtime import Direction, KernelLaunch, Ranges, Stream
 
 
+def copy_runs_twin(memory: FakeMemory, arguments: Sequence[int]) -> None:
+    """What `copy_runs` of kernels/kv_copy.cu does, by its arguments."""
+    table, run_count, tiles_per_run = arguments
+    assert tiles_per_run > 0
+    columns = memory.on_device(table, 3 * 8 * run_count).view(np.uint64).reshape(3, run_count)
+    for target, source, size in columns.T.tolist():
+        np.copyto(memory.on_device(target, size), memory.on_device(source, size))
+
+
 class TwinKernels:
     """Copies by kernels as the real ones will be: every run a row of a table."""
 

@@ -31,6 +31,7 @@ check: setup ## Lint, types, tidy and unit tests: up to a minute, a minute more 
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m "not slow and not ($(OTHER_GATES))" tests/tidy tests/unit
+	@$(BIN)/python -m benchmarks.gpu.verified
 
 test: setup ## Every test that needs no GPU and no vLLM, in short form: at most ten minutes.
 	$(BIN)/python -m pytest -m "not ($(OTHER_GATES))" tests

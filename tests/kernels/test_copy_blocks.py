@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.kernel_kv import LAYOUTS, TwinKv, slot_column
-from tests.support.kernel_twin import HostMemory, KernelTwin
+from tests.support.kernel_twin import HostMemory, KernelLauncher
 from tests.support.kv_layouts import Sizes
 
 SIZES = {
@@ -38,7 +38,7 @@ def slots_for(kv: TwinKv, count: int, seed: int = 3) -> tuple[HostMemory, int]:
 @all_sizes
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_gathered_blocks_hold_every_byte_in_order(
-    twin: KernelTwin, layout: str, size: str, count: int
+    kernels: KernelLauncher, layout: str, size: str, count: int
 ) -> None:
     kv = LAYOUTS[layout](SIZES[size])
     blocks = some_blocks(kv, count)
@@ -48,7 +48,7 @@ def test_gathered_blocks_hold_every_byte_in_order(
         start = row * slot_bytes
         expected[start : start + kv.layout.shard_bytes] = kv.block_bytes(block)
     before = kv.memory.data.copy()
-    move(twin, "gather_blocks", kv, blocks, (slots, slot_bytes))
+    move(kernels, "gather_blocks", kv, blocks, (slots, slot_bytes))
     np.testing.assert_array_equal(slots.data, expected)
     np.testing.assert_array_equal(kv.memory.data, before)
 
@@ -57,7 +57,7 @@ def test_gathered_blocks_hold_every_byte_in_order(
 @all_sizes
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_scattered_blocks_are_what_was_gathered_and_others_stay(
-    twin: KernelTwin, layout: str, size: str, count: int
+    kernels: KernelLauncher, layout: str, size: str, count: int
 ) -> None:
     kv = LAYOUTS[layout](SIZES[size])
     blocks = some_blocks(kv, count)
@@ -66,7 +66,7 @@ def test_scattered_blocks_are_what_was_gathered_and_others_stay(
     others = [block for block in range(kv.layout.block_count) if block not in blocks]
     kept = [kv.block_bytes(block) for block in others]
     wanted = slots.data.copy()
-    move(twin, "scatter_blocks", kv, blocks, (slots, slot_bytes))
+    move(kernels, "scatter_blocks", kv, blocks, (slots, slot_bytes))
     for row, block in enumerate(blocks):
         start = row * slot_bytes
         np.testing.assert_array_equal(
@@ -82,14 +82,14 @@ def test_scattered_blocks_are_what_was_gathered_and_others_stay(
 
 @layouts
 @all_sizes
-def test_copied_blocks_equal_their_sources(twin: KernelTwin, layout: str, size: str) -> None:
+def test_copied_blocks_equal_their_sources(kernels: KernelLauncher, layout: str, size: str) -> None:
     kv = LAYOUTS[layout](SIZES[size])
     blocks = some_blocks(kv, 4)
     sources, targets = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :][:2]
     pairs = list(zip(sources, targets, strict=False))
     wanted = {block: kv.block_bytes(block) for block in range(kv.layout.block_count)}
     wanted.update({target: wanted[source] for source, target in pairs})
-    twin.launch(
+    kernels.launch(
         "copy_blocks",
         kv.runs().at(),
         len(kv.layout.sizes),
@@ -102,14 +102,14 @@ def test_copied_blocks_equal_their_sources(twin: KernelTwin, layout: str, size: 
         np.testing.assert_array_equal(kv.block_bytes(block), bytes_)
 
 
-def test_groups_of_layers_share_slots_one_after_another(twin: KernelTwin) -> None:
+def test_groups_of_layers_share_slots_one_after_another(kernels: KernelLauncher) -> None:
     """A hybrid model: two groups with layouts and block numbers of their own in one slot each."""
     wide = LAYOUTS["packed LBHNC"](Sizes(layers=3, blocks=6, heads=2, tokens=4, width=8))
     narrow = LAYOUTS["split L2BNHC"](Sizes(layers=2, blocks=9, heads=1, tokens=8, width=4))
     length = wide.layout.shard_bytes + narrow.layout.shard_bytes
     slot = HostMemory.zeros(length)
     for kv, block, start in ((wide, 4, 0), (narrow, 7, wide.layout.shard_bytes)):
-        twin.launch(
+        kernels.launch(
             "gather_blocks",
             kv.runs().at(),
             len(kv.layout.sizes),
@@ -123,7 +123,7 @@ def test_groups_of_layers_share_slots_one_after_another(twin: KernelTwin) -> Non
     )
 
 
-def test_some_of_the_layers_fill_their_part_of_the_slot(twin: KernelTwin) -> None:
+def test_some_of_the_layers_fill_their_part_of_the_slot(kernels: KernelLauncher) -> None:
     """A load layer by layer: `DeviceLayout.part` is a table with fewer rows."""
     kv = LAYOUTS["split L2BNHC"](SIZES["even"])
     slots, slot_bytes = slots_for(kv, 1)
@@ -132,7 +132,7 @@ def test_some_of_the_layers_fill_their_part_of_the_slot(twin: KernelTwin) -> Non
     expected = kv.block_bytes(3)
     first, last = int(part.places[0]), int(part.places[-1] + part.sizes[-1])
     before = slots.data.copy()
-    twin.launch(
+    kernels.launch(
         "gather_blocks",
         runs.at(),
         2,
@@ -146,10 +146,10 @@ def test_some_of_the_layers_fill_their_part_of_the_slot(twin: KernelTwin) -> Non
 
 
 def move(
-    twin: KernelTwin, name: str, kv: TwinKv, blocks: list[int], into: tuple[HostMemory, int]
+    kernels: KernelLauncher, name: str, kv: TwinKv, blocks: list[int], into: tuple[HostMemory, int]
 ) -> None:
     slots, slot_bytes = into
-    twin.launch(
+    kernels.launch(
         name,
         kv.runs().at(),
         len(kv.layout.sizes),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier.cuda import kernel_copies
-from tests.support.kernel_twin import KERNELS, HostMemory, KernelTwin, TwinDied
+from tests.support.kernel_twin import KERNELS, HostMemory, KernelLauncher, KernelTwin, TwinDied
 
 TILE_BYTES = 2048
 # Around a word, a warp's round, a tile; and what only bytes can copy.
@@ -21,7 +21,7 @@ def random_bytes(length: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[
     ("to", "start"), [(0, 0), (16, 32), (5, 5), (3, 11), (4, 8), (2, 6), (1, 2), (15, 7)]
 )
 def test_every_alignment_and_size_is_copied_and_nothing_beside_it(
-    twin: KernelTwin, to: int, start: int
+    kernels: KernelLauncher, to: int, start: int
 ) -> None:
     places = np.cumsum([0, *(size + 96 for size in SIZES)])
     places -= places % 32
@@ -33,34 +33,34 @@ def test_every_alignment_and_size_is_copied_and_nothing_beside_it(
     table = HostMemory.table(
         target.column(places[:-1] + to), source.column(places[:-1] + start), SIZES
     )
-    twin.launch("copy_runs", table.at(), len(SIZES), 3)
+    kernels.launch("copy_runs", table.at(), len(SIZES), 3)
     np.testing.assert_array_equal(target.data, expected)
 
 
 @pytest.mark.parametrize("misalignment", [0, 1, 8, 15])
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_a_run_that_is_all_of_its_memory_is_copied_within_it(
-    twin: KernelTwin, size: int, misalignment: int
+    kernels: KernelLauncher, size: int, misalignment: int
 ) -> None:
     """The sanitizer watches the bytes on both sides."""
     source = HostMemory(random_bytes(size), misalignment)
     target = HostMemory.zeros(size, 15 - misalignment)
     table = HostMemory.table([target.at()], [source.at()], [size])
-    twin.launch("copy_runs", table.at(), 1, 1, grid_count=1, block_threads=32)
+    kernels.launch("copy_runs", table.at(), 1, 1, grid_count=1, block_threads=32)
     np.testing.assert_array_equal(target.data, source.data)
 
 
 @pytest.mark.parametrize("tiles_per_run", [1, 2, 5, 100])
 @pytest.mark.parametrize(("grid_count", "block_threads"), [(1, 32), (3, 96), (4, 1024)])
 def test_neither_the_grid_nor_the_tiles_decide_what_is_copied(
-    twin: KernelTwin, tiles_per_run: int, grid_count: int, block_threads: int
+    kernels: KernelLauncher, tiles_per_run: int, grid_count: int, block_threads: int
 ) -> None:
     sizes = [100, 4 * TILE_BYTES + 5, TILE_BYTES, 0, 3 * TILE_BYTES]
     places = np.cumsum([0, *sizes])
     source = HostMemory.of(random_bytes(int(places[-1])))
     target = HostMemory.zeros(len(source.data))
     table = HostMemory.table(target.column(places[:-1]), source.column(places[:-1]), sizes)
-    twin.launch(
+    kernels.launch(
         "copy_runs",
         table.at(),
         len(sizes),
@@ -77,27 +77,27 @@ def test_python_and_the_kernels_mean_the_same_tile() -> None:
     assert kernel_copies.TILE_BYTES == TILE_BYTES
 
 
-def test_a_table_of_no_runs_copies_nothing(twin: KernelTwin) -> None:
-    twin.launch("copy_runs", HostMemory.table([]).at(), 0, 1)
+def test_a_table_of_no_runs_copies_nothing(kernels: KernelLauncher) -> None:
+    kernels.launch("copy_runs", HostMemory.table([]).at(), 0, 1)
 
 
-def test_a_byte_beyond_the_memory_is_seen_by_the_sanitizer(twin: KernelTwin) -> None:
+def test_a_byte_beyond_the_memory_is_seen_by_the_sanitizer(host_twin: KernelTwin) -> None:
     """That the tests above can fail."""
     source, target = HostMemory.zeros(48), HostMemory.zeros(47)
     table = HostMemory.table([target.at()], [source.at()], [48])
     with pytest.raises(TwinDied, match="AddressSanitizer"):
-        twin.launch("copy_runs", table.at(), 1, 1)
+        host_twin.launch("copy_runs", table.at(), 1, 1)
 
 
-def test_a_byte_before_a_misaligned_memory_is_seen_by_the_sanitizer(twin: KernelTwin) -> None:
+def test_a_byte_before_a_misaligned_memory_is_seen_by_the_sanitizer(host_twin: KernelTwin) -> None:
     source, target = HostMemory.zeros(48), HostMemory.zeros(48, misalignment=8)
     table = HostMemory.table([target.at(-1)], [source.at()], [8])
     with pytest.raises(TwinDied, match="AddressSanitizer"):
-        twin.launch("copy_runs", table.at(), 1, 1)
+        host_twin.launch("copy_runs", table.at(), 1, 1)
 
 
-def test_a_kernel_with_wrong_arguments_is_refused(twin: KernelTwin) -> None:
+def test_a_kernel_with_wrong_arguments_is_refused(host_twin: KernelTwin) -> None:
     with pytest.raises(TwinDied, match="arguments"):
-        twin.launch("copy_runs", 1, 2)
+        host_twin.launch("copy_runs", 1, 2)
     with pytest.raises(TwinDied, match="no kernel"):
-        twin.launch("copy", 1, 2)
+        host_twin.launch("copy", 1, 2)

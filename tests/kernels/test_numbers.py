@@ -12,15 +12,15 @@ torch = pytest.importorskip("torch")
 ALL_BITS = np.arange(1 << 16, dtype=np.uint16)
 
 
-def to_float(twin: KernelTwin, name: str, bits: Array) -> Array:
+def to_float(host_twin: KernelTwin, name: str, bits: Array) -> Array:
     out = HostMemory.zeros(4 * len(bits))
-    twin.launch(f"{name}_to_float", out.at(), HostMemory.of(bits).at(), len(bits))
+    host_twin.launch(f"{name}_to_float", out.at(), HostMemory.of(bits).at(), len(bits))
     return out.data.view(np.float32)
 
 
-def from_float(twin: KernelTwin, name: str, values: Array) -> Array:
+def from_float(host_twin: KernelTwin, name: str, values: Array) -> Array:
     out = HostMemory.zeros(2 * len(values))
-    twin.launch(f"{name}_from_float", out.at(), HostMemory.of(values).at(), len(values))
+    host_twin.launch(f"{name}_from_float", out.at(), HostMemory.of(values).at(), len(values))
     return out.data.view(np.uint16)
 
 
@@ -57,8 +57,8 @@ def between_neighbours(name: str) -> Array:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_every_value_is_widened_exactly(twin: KernelTwin, name: str) -> None:
-    found = to_float(twin, name, ALL_BITS)
+def test_every_value_is_widened_exactly(host_twin: KernelTwin, name: str) -> None:
+    found = to_float(host_twin, name, ALL_BITS)
     dtype = torch.bfloat16 if name == "bf16" else torch.float16
     expected = torch.from_numpy(ALL_BITS.view(np.int16)).view(dtype).float().numpy()
     nan = is_nan(ALL_BITS, name)
@@ -67,18 +67,18 @@ def test_every_value_is_widened_exactly(twin: KernelTwin, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_rounding_is_to_the_nearest_and_to_even(twin: KernelTwin, name: str) -> None:
+def test_rounding_is_to_the_nearest_and_to_even(host_twin: KernelTwin, name: str) -> None:
     rng = np.random.default_rng(0)
     anything = rng.integers(0, 1 << 32, 200_000, np.uint32).view(np.float32)
     values = np.concatenate([between_neighbours(name), anything])
-    found, expected = from_float(twin, name, values), torch_bits(values, name)
+    found, expected = from_float(host_twin, name, values), torch_bits(values, name)
     nan = np.isnan(values)
     assert is_nan(found[nan], name).all()
     np.testing.assert_array_equal(found[~nan], expected[~nan])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_infinities_and_zeros_keep_their_sign(twin: KernelTwin, name: str) -> None:
+def test_infinities_and_zeros_keep_their_sign(host_twin: KernelTwin, name: str) -> None:
     values = np.array([np.inf, -np.inf, 0.0, -0.0], np.float32)
-    back = to_float(twin, name, from_float(twin, name, values))
+    back = to_float(host_twin, name, from_float(host_twin, name, values))
     np.testing.assert_array_equal(back.view(np.uint32), values.view(np.uint32))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.kernel_kv import LAYOUTS, TwinKv
-from tests.support.kernel_twin import Array, HostMemory, KernelTwin
+from tests.support.kernel_twin import Array, HostMemory, KernelLauncher
 from tests.support.kv_layouts import Sizes
 
 # Of an output as a whole, by the norm of the difference.
@@ -53,12 +53,12 @@ def random_bits(rng: np.random.Generator, shape: tuple[int, ...], case: Case) ->
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def attend(twin: KernelTwin, case: Case, grid_count: int = 3) -> tuple[Array, Array]:
+def attend(kernels: KernelLauncher, case: Case, grid_count: int = 3) -> tuple[Array, Array]:
     """(what the kernel gives, what NumPy gives), [requests, query heads, width]."""
     rng = np.random.default_rng(7)
     kv, tables, layer = make_kv(case, rng)
     queries = random_bits(rng, (len(case.kv_counts), case.heads[0], case.width), case)
-    found = launch(twin, case, (kv, tables, layer), queries, grid_count)
+    found = launch(kernels, case, (kv, tables, layer), queries, grid_count)
     return to_float64(found, case.element), reference(case, (kv, tables, layer), queries)
 
 
@@ -123,7 +123,7 @@ def reference(case: Case, kv_of: tuple[TwinKv, Array | None, int], queries: Arra
 
 
 def launch(
-    twin: KernelTwin,
+    kernels: KernelLauncher,
     case: Case,
     kv_of: tuple[TwinKv, Array | None, int],
     queries: Array,
@@ -138,7 +138,7 @@ def launch(
         np.full((row_count, case.split_count, RECORD_FLOATS + case.width), np.nan, np.float32)
     )
     is_split = case.split_count > 1
-    twin.launch(
+    kernels.launch(
         f"paged_attention_{name}",
         *(out.at(), HostMemory.of(queries).at(), kv.geometry().at(), layer),
         *(0 if tables is None else HostMemory.of(tables).at(), case.table_blocks),
@@ -148,12 +148,12 @@ def launch(
         block_threads=128,
     )
     if is_split:
-        twin.launch(f"merge_splits_{name}", out.at(), partials.at(), row_count, case.split_count)
+        kernels.launch(f"merge_splits_{name}", out.at(), partials.at(), row_count, case.split_count)
     return out.data.view(np.uint16).reshape(queries.shape)
 
 
-def check(twin: KernelTwin, case: Case) -> None:
-    found, expected = attend(twin, case)
+def check(kernels: KernelLauncher, case: Case) -> None:
+    found, expected = attend(kernels, case)
     assert_equals(found, expected, case)
 
 
@@ -172,63 +172,63 @@ widths = pytest.mark.parametrize("width", [64, 128])
 @widths
 @pytest.mark.parametrize("block_tokens", [8, 16, 24, 32, 64, 128])
 def test_every_block_size_equals_float64(
-    twin: KernelTwin, element: str, width: int, block_tokens: int
+    kernels: KernelLauncher, element: str, width: int, block_tokens: int
 ) -> None:
     counts = (1, block_tokens - 1, block_tokens, block_tokens + 1, 150)
     case = Case(element, width, block_tokens, kv_counts=counts)
-    check(twin, case)
+    check(kernels, case)
 
 
 @elements
 @widths
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 2), (9, 3), (7, 1), (14, 2), (16, 1)])
 def test_query_heads_share_their_kv_head(
-    twin: KernelTwin, element: str, width: int, heads: tuple[int, int]
+    kernels: KernelLauncher, element: str, width: int, heads: tuple[int, int]
 ) -> None:
-    check(twin, Case(element, width, heads=heads, kv_counts=(5, 40)))
+    check(kernels, Case(element, width, heads=heads, kv_counts=(5, 40)))
 
 
 @widths
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "MLA"])
-def test_every_layout_gives_the_same(twin: KernelTwin, width: int, layout: str) -> None:
-    check(twin, Case(width=width, layout=layout, kv_counts=(33, 7, 16)))
+def test_every_layout_gives_the_same(kernels: KernelLauncher, width: int, layout: str) -> None:
+    check(kernels, Case(width=width, layout=layout, kv_counts=(33, 7, 16)))
 
 
 @elements
 @widths
 @pytest.mark.parametrize("split_count", [2, 3, 8])
 def test_splits_of_the_tokens_are_merged(
-    twin: KernelTwin, element: str, width: int, split_count: int
+    kernels: KernelLauncher, element: str, width: int, split_count: int
 ) -> None:
     """Some of them are empty: 1 and 5 tokens in 8 parts."""
-    check(twin, Case(element, width, kv_counts=(1, 5, 64, 217), split_count=split_count))
+    check(kernels, Case(element, width, kv_counts=(1, 5, 64, 217), split_count=split_count))
 
 
 @pytest.mark.parametrize("split_count", [1, 2])
-def test_a_request_without_tokens_gets_zeros(twin: KernelTwin, split_count: int) -> None:
+def test_a_request_without_tokens_gets_zeros(kernels: KernelLauncher, split_count: int) -> None:
     case = Case(kv_counts=(0, 3, 0), split_count=split_count)
-    found, expected = attend(twin, case)
+    found, expected = attend(kernels, case)
     assert not found[[0, 2]].any()
     assert_equals(found, expected, case)
 
 
 @elements
-def test_scores_far_apart_do_not_overflow(twin: KernelTwin, element: str) -> None:
+def test_scores_far_apart_do_not_overflow(kernels: KernelLauncher, element: str) -> None:
     """Scores of thousands: their powers do not exist, the differences from the best do."""
-    check(twin, Case(element, magnitude=30.0, kv_counts=(1, 2, 90), split_count=2))
+    check(kernels, Case(element, magnitude=30.0, kv_counts=(1, 2, 90), split_count=2))
 
 
-def test_the_grid_does_not_change_a_bit(twin: KernelTwin) -> None:
+def test_the_grid_does_not_change_a_bit(kernels: KernelLauncher) -> None:
     case = Case(heads=(6, 2), kv_counts=(20, 50))
-    results = [attend(twin, case, grid_count)[0] for grid_count in (1, 4, 64)]
+    results = [attend(kernels, case, grid_count)[0] for grid_count in (1, 4, 64)]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_a_missing_token_is_noticed(twin: KernelTwin) -> None:
+def test_a_missing_token_is_noticed(kernels: KernelLauncher) -> None:
     """That the limit is tight enough to fail: one token of 75 less is far outside of it."""
     case = Case()
-    found, _ = attend(twin, replace(case, kv_counts=(1, 15, 16, 17, 74)))
-    _, expected = attend(twin, case)
+    found, _ = attend(kernels, replace(case, kv_counts=(1, 15, 16, 17, 74)))
+    _, expected = attend(kernels, case)
     with pytest.raises(AssertionError):
         assert_equals(found[4], expected[4], case)

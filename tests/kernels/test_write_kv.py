@@ -9,13 +9,13 @@ import pytest
 
 from tests.kernels.test_copy_blocks import SIZES, all_sizes, layouts
 from tests.support.kernel_kv import LAYOUTS, TwinKv
-from tests.support.kernel_twin import Array, HostMemory, KernelTwin
+from tests.support.kernel_twin import Array, HostMemory, KernelLauncher, KernelTwin
 from tests.support.kv_layouts import ITEM
 
 
 @layouts
 @all_sizes
-def test_an_address_is_where_the_strides_say(twin: KernelTwin, layout: str, size: str) -> None:
+def test_an_address_is_where_the_strides_say(host_twin: KernelTwin, layout: str, size: str) -> None:
     kv = LAYOUTS[layout](SIZES[size])
     assert kv.values is not None
     layers, blocks, heads, tokens, _ = kv.keys.shape
@@ -25,7 +25,7 @@ def test_an_address_is_where_the_strides_say(twin: KernelTwin, layout: str, size
     geometry = kv.geometry()
     geometry.references.clear()
     rows = HostMemory.of(np.array(places, np.int64))
-    twin.launch("kv_addresses", found.at(), geometry.at(), rows.at(), len(places))
+    host_twin.launch("kv_addresses", found.at(), geometry.at(), rows.at(), len(places))
     start = kv.memory.data.ctypes.data
     expected = [
         view[place].ctypes.data - start for place in places for view in (kv.keys, kv.values)
@@ -37,7 +37,7 @@ def test_an_address_is_where_the_strides_say(twin: KernelTwin, layout: str, size
 @all_sizes
 @pytest.mark.parametrize("gap", [0, 24])
 def test_new_tokens_are_written_to_their_places_only(
-    twin: KernelTwin, layout: str, size: str, gap: int
+    kernels: KernelLauncher, layout: str, size: str, gap: int
 ) -> None:
     """Keys and values come as parts of one wide row, as a fused projection gives them."""
     kv = LAYOUTS[layout](SIZES[size])
@@ -56,17 +56,17 @@ def test_new_tokens_are_written_to_their_places_only(
         target = same_view(view, kv, expected)
         for row, place in enumerate(places.tolist()):
             target[layer, place // block_tokens, :, place % block_tokens] = rows[row]
-    write(twin, kv, layer, places, tokens, gap)
+    write(kernels, kv, layer, places, tokens, gap)
     np.testing.assert_array_equal(kv.memory.data, expected)
 
 
 @pytest.mark.parametrize("place", [-1, -(2**40), 28, 2**40])
-def test_a_token_without_a_place_is_not_written(twin: KernelTwin, place: int) -> None:
+def test_a_token_without_a_place_is_not_written(kernels: KernelLauncher, place: int) -> None:
     """Padding of a batch; and 28 is the first place beyond 7 blocks of 4."""
     kv = LAYOUTS["packed LBHNC"](SIZES["even"])
     before = kv.memory.data.copy()
     tokens = {name: np.ones((1, 2, 8), np.uint16) for name in ("keys", "values")}
-    write(twin, kv, 0, np.array([place]), tokens, 0)
+    write(kernels, kv, 0, np.array([place]), tokens, 0)
     np.testing.assert_array_equal(kv.memory.data, before)
 
 
@@ -76,13 +76,18 @@ def same_view(view: Array, kv: TwinKv, data: Array) -> Array:
 
 
 def write(
-    twin: KernelTwin, kv: TwinKv, layer: int, places: Array, tokens: dict[str, Array], gap: int
+    kernels: KernelLauncher,
+    kv: TwinKv,
+    layer: int,
+    places: Array,
+    tokens: dict[str, Array],
+    gap: int,
 ) -> None:
     keys, values = (tokens[name].reshape(len(places), -1) for name in ("keys", "values"))
     spare = np.zeros((len(places), gap // ITEM), np.uint16)
     fused = HostMemory.of(np.concatenate([keys, spare, values], axis=1))
     step = ITEM * (keys.shape[1] + values.shape[1]) + gap
-    twin.launch(
+    kernels.launch(
         "write_kv",
         fused.at(),
         step,

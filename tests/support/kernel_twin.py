@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,20 @@ class Address:
     offset: int = 0
 
 
+class KernelLauncher(Protocol):
+    """Runs kernels: the twin on the host, or a device."""
+
+    def launch(
+        self,
+        name: str,
+        *arguments: int | Address,
+        grid_count: int = 2,
+        block_threads: int = 64,
+    ) -> None:
+        """Run it to its end; what it wrote is in the memories."""
+        ...
+
+
 def has_compiler() -> bool:
     return shutil.which("g++") is not None
 
@@ -104,7 +118,7 @@ class KernelTwin:
         block_threads: int = 64,
     ) -> None:
         """Run it to its end; raises TwinDied."""
-        memories = _reachable(HostMemory.table(arguments))
+        memories = reachable(HostMemory.table(arguments))
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -149,7 +163,7 @@ class KernelTwin:
         return TwinDied(self._report.read().decode(errors="replace"))
 
 
-def _reachable(arguments: HostMemory) -> list[HostMemory]:
+def reachable(arguments: HostMemory) -> list[HostMemory]:
     """The arguments first, then whatever they refer to, directly or through tables."""
     found = [arguments]
     for memory in found:  # Grows while it is walked.

@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class KernelsBusy(KVTierError):
-    """As many pieces are under way as kernels can take: send this one another way."""
+    """As many pieces are under way as kernels can take, or this one is larger than any they take:
+    send it another way."""
 
 
 class KernelCopies(Protocol):

@@ -113,6 +113,12 @@ class NvrtcCompiler:
         return cubin + b"\0"
 
 
+def default_folder() -> Path:
+    """Of this user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvtier" / "kernels"
+
+
 @cache
 def sources() -> dict[str, str]:
     """Every kernel source by its file name."""

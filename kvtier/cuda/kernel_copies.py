@@ -9,7 +9,11 @@ bytes lie as they will on the host, so that runs that are neighbours there leave
 
 from __future__ import annotations
 
+import logging
 import mmap
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +22,8 @@ import numpy.typing as npt
 from kvtier.cuda.copy_paths import CopyPath, PathLimits
 from kvtier.cuda.copy_plan import Indices, Piece
 from kvtier.cuda.copy_submit import KernelsBusy
-from kvtier.cuda.kernel_cache import KernelCache
+from kvtier.cuda.errors import CudaBroken, CudaRefused, CudaUnavailable, RegistrationRefused
+from kvtier.cuda.kernel_cache import KernelCache, KernelCompiler, NvrtcCompiler, default_folder
 from kvtier.cuda.runtime import (
     Addresses,
     CudaRuntime,
@@ -30,6 +35,11 @@ from kvtier.cuda.runtime import (
     SourceOrder,
     Stream,
 )
+
+log = logging.getLogger(__name__)
+
+KERNELS_VARIABLE = "KVTIER_KERNELS"
+"""Set to 0: copies by the copy engines only."""
 
 # A piece's kernel, the next one, and as many of the other direction, four times over.
 TABLE_COUNT = 16
@@ -63,6 +73,7 @@ class _StagedRuns:
     copy_offsets: Addresses
     copy_sizes: Addresses
     first_runs: Indices  # Of each copy.
+    bytes_count: int  # Of staging, gaps included.
 
 
 class RunKernels:
@@ -76,26 +87,37 @@ class RunKernels:
         limits: PathLimits = PathLimits(),
         grid_count: int = GRID_COUNT,
     ) -> None:
-        """Raises CudaRefused: go on without kernels."""
+        """Raises CudaRefused or RegistrationRefused, and then has kept nothing."""
         self._runtime = runtime
         self._grid_count = grid_count
-        self._runs_max = max(limits.piece_runs_max, limits.piece_runs_first)
+        self._runs_max = limits.piece_runs_max
         self._function: Function = runtime.load_function(cubin, "copy_runs")
-        self._staging_bytes = limits.piece_bytes_max + _ALIGNMENT * self._runs_max
+        # Each copy of a piece may begin and end within an alignment of its own.
+        self._staging_bytes = limits.piece_bytes_max + 2 * _ALIGNMENT * self._runs_max
         self._memory = mmap.mmap(-1, self._table_bytes * TABLE_COUNT)
         self._host_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-        runtime.register_host(self._host_address, len(self._memory))
-        self._device_address = runtime.allocate_device(len(self._memory))
-        self._staging = runtime.allocate_device(self._staging_bytes)
-        self._staging_is_free = runtime.create_event()
-        self._tables = [self._make_table(index) for index in range(TABLE_COUNT)]
+        with ExitStack() as held:
+            runtime.register_host(self._host_address, len(self._memory))
+            held.callback(runtime.unregister_host, self._host_address)
+            self._device_address = runtime.allocate_device(len(self._memory))
+            held.callback(runtime.free_device, self._device_address)
+            self._staging = runtime.allocate_device(self._staging_bytes)
+            held.callback(runtime.free_device, self._staging)
+            self._staging_is_free = runtime.create_event()
+            held.callback(runtime.destroy_event, self._staging_is_free)
+            self._tables: list[_Table] = []
+            for index in range(TABLE_COUNT):
+                self._tables.append(self._make_table(index))
+                held.callback(runtime.destroy_event, self._tables[-1].is_read)
+            self._held = held.pop_all()
 
     def submit(self, piece: Piece, stream: Stream) -> None:
         """Raises KernelsBusy or CudaRefused; all of the piece may then go another way.
 
         If copies one by one were refused on the way down, some of them are queued.
         """
-        assert 0 < len(piece.sizes) <= self._runs_max, "a piece has more runs than a table"
+        if len(piece.sizes) > self._runs_max:
+            raise KernelsBusy(f"{len(piece.sizes)} runs, and a table holds {self._runs_max}")
         table = self._free_table()
         if piece.path is CopyPath.KERNEL:
             assert piece.direction is Direction.HOST_TO_DEVICE, (
@@ -105,6 +127,10 @@ class RunKernels:
             return
         assert piece.direction is Direction.DEVICE_TO_HOST, "staging is for stores"
         staged = _stage(piece)
+        if staged.bytes_count > self._staging_bytes:
+            raise KernelsBusy(
+                f"staging holds {self._staging_bytes} bytes, not {staged.bytes_count}"
+            )
         # On the stream of the piece before there is nothing to wait for.
         self._runtime.wait_event(stream, self._staging_is_free)
         gathered = staged.offsets + np.uint64(self._staging)
@@ -116,12 +142,7 @@ class RunKernels:
 
     def close(self) -> None:
         """When all that was submitted has ended."""
-        runtime = self._runtime
-        runtime.unregister_host(self._host_address)
-        runtime.free_device(self._device_address)
-        runtime.free_device(self._staging)
-        for event in (self._staging_is_free, *(table.is_read for table in self._tables)):
-            runtime.destroy_event(event)
+        self._held.close()
 
     # ----------------------------------------------------------------------------------- helpers
 
@@ -203,9 +224,29 @@ def load_run_kernels(
     *,
     limits: PathLimits = PathLimits(),
 ) -> RunKernels:
-    """Compiled for the device. Raises CudaUnavailable or CudaRefused: go on without kernels."""
+    """Compiled for the device, which the calling thread uses from now on.
+
+    Raises CudaUnavailable, CudaRefused or RegistrationRefused: go on without kernels.
+    """
+    runtime.use_device(device)
     capability = runtime.attributes(device).compute_capability
     return RunKernels(runtime, cache.cubin("kv_copy", capability), limits=limits)
+
+
+def find_run_kernels(
+    runtime: CudaRuntime, device: int, make_compiler: Callable[[], KernelCompiler] = NvrtcCompiler
+) -> RunKernels | None:
+    """What an engine starts with: None, with the reason in the log, where kernels are not to be
+    had. All they bring is speed for short runs."""
+    if os.environ.get(KERNELS_VARIABLE) == "0":
+        return None
+    try:
+        return load_run_kernels(runtime, KernelCache(default_folder(), make_compiler()), device)
+    except CudaBroken:
+        raise
+    except (CudaUnavailable, CudaRefused, RegistrationRefused) as error:
+        log.info("copies go without kernels", extra={"reason": str(error)})
+        return None
 
 
 def _stage(piece: Piece) -> _StagedRuns:
@@ -226,4 +267,4 @@ def _stage(piece: Piece) -> _StagedRuns:
     ranks = np.cumsum(is_first) - 1
     offsets = np.empty_like(seen)
     offsets[order] = copy_offsets[ranks] + (seen - seen[firsts][ranks])
-    return _StagedRuns(offsets, copy_offsets, copy_sizes, order[firsts])
+    return _StagedRuns(offsets, copy_offsets, copy_sizes, order[firsts], int(rooms.sum()))

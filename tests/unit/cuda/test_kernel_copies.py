@@ -4,6 +4,7 @@ host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ import pytest
 from kvtier.cuda.copy_paths import CopyPath, PathLimits, PathSupport
 from kvtier.cuda.copy_plan import Piece
 from kvtier.cuda.copy_submit import KernelsBusy, PieceSubmitter
-from kvtier.cuda.errors import CudaCode, CudaRefused
+from kvtier.cuda.errors import CudaCode, CudaRefused, CudaUnavailable
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_memory import DEVICE_FIRST
 from kvtier.cuda.kernel_cache import KernelCache
-from kvtier.cuda.kernel_copies import TABLE_COUNT, RunKernels, load_run_kernels
+from kvtier.cuda.kernel_copies import (
+    TABLE_COUNT,
+    RunKernels,
+    find_run_kernels,
+    load_run_kernels,
+)
 from kvtier.cuda.path_trials import give_up_wrong_paths
 from kvtier.cuda.runtime import Direction, KernelLaunch, Ranges, Stream
 from tests.support.copy_rig import CopyRig
@@ -109,6 +115,17 @@ def test_both_kernel_paths_pass_the_trials_at_the_start() -> None:
     assert cuda.memory.device.allocation_count == 0
 
 
+class FakeCompiler:
+    version = "fake"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def compile(self, source: str, headers: object, options: tuple[str, ...]) -> bytes:
+        self.asked.append(options[-1])
+        return b"cubin"
+
+
 class PieceRig:
     """Device memory, a pinned slab, and pieces between them."""
 
@@ -192,6 +209,66 @@ def test_a_piece_too_many_goes_another_way_and_kernels_stay_in_use() -> None:
         np.testing.assert_array_equal(rig.slab.array[offset : offset + 48], source)
 
 
+def test_the_worst_alignment_fits_into_staging() -> None:
+    """Every run alone, and its bytes on both sides of a multiple of 256."""
+    rig = PieceRig(limits=PathLimits(piece_bytes_max=7 * 204, piece_runs_max=7))
+    rig.fill()
+    rig.kernels.submit(rig.piece([4096 * rank + 255 for rank in range(7)], 204), rig.streams[0])
+    rig.cuda.synchronize_stream(rig.streams[0])
+    source = rig.cuda.device_bytes(rig.device, 7 * 268).reshape(7, 268)[:, :204]
+    for rank in range(7):
+        start = 4096 * rank + 255
+        np.testing.assert_array_equal(rig.slab.array[start : start + 204], source[rank])
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, 16), (1, 8192)])
+def test_what_does_not_fit_goes_another_way(count: int, size: int) -> None:
+    rig = PieceRig()
+    with pytest.raises(KernelsBusy):
+        rig.kernels.submit(rig.piece([4096 * rank for rank in range(count)], size), rig.streams[0])
+    assert rig.cuda.launch_count == 0
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        FakeDevice(can_register=False),
+        FakeDevice(device_bytes=1 << 20),
+        FakeDevice(device_bytes=16 << 20),
+    ],
+)
+def test_without_room_nothing_is_kept_and_copies_go_without_kernels(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda = FakeCudart(device=device)
+    cuda.add_twin("copy_runs", copy_runs_twin)
+    free_bytes = cuda.free_bytes()
+    assert find_run_kernels(cuda, 0, FakeCompiler) is None
+    assert cuda.free_bytes() == free_bytes
+    cuda.assert_clean()
+
+
+def test_kernels_are_found_kept_and_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda = cuda_of()
+    found = find_run_kernels(cuda, 0, FakeCompiler)
+    assert found is not None
+    assert [file.suffix for file in (tmp_path / "kvtier" / "kernels").iterdir()] == [".cubin"]
+    monkeypatch.setenv("KVTIER_KERNELS", "0")
+    assert find_run_kernels(cuda, 0, FakeCompiler) is None
+
+
+def test_without_a_compiler_copies_go_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> FakeCompiler:
+        raise CudaUnavailable("no cupy")
+
+    monkeypatch.delenv("KVTIER_KERNELS", raising=False)
+    assert find_run_kernels(cuda_of(), 0, no_compiler) is None
+
+
 def test_a_refused_launch_leaves_the_piece_to_others_and_the_table_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,16 +288,8 @@ def test_a_refused_launch_leaves_the_piece_to_others_and_the_table_free(
 
 
 def test_kernels_are_compiled_for_the_device_that_is_there() -> None:
-    asked = []
-
-    class Compiler:
-        version = "fake"
-
-        def compile(self, source: str, headers: object, options: tuple[str, ...]) -> bytes:
-            asked.append(options[-1])
-            return b"cubin"
-
+    compiler = FakeCompiler()
     cuda = cuda_of()
-    load_run_kernels(cuda, KernelCache(None, Compiler()), 0, limits=LIMITS).close()
-    assert asked == ["--gpu-architecture=sm_90"]
+    load_run_kernels(cuda, KernelCache(None, compiler), 0, limits=LIMITS).close()
+    assert compiler.asked == ["--gpu-architecture=sm_90"]
     cuda.assert_clean()

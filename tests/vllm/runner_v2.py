@@ -233,6 +233,9 @@ class RunnerV2Rig(SchedulerRig):
             known.append_output_token_ids(self.next_token(known.all_token_ids))
         return known
 
+    def _hash_of(self, request: Request, index: int) -> bytes:
+        return bytes(request.block_hashes[index])
+
     def _forward(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
             self._prefill_ends[new.req_id] = self.scheduler.requests[new.req_id].num_tokens

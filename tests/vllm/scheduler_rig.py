@@ -180,8 +180,15 @@ class SchedulerRig:
     # ------------------------------------------------------------------------------- requests
 
     def add(
-        self, request_id: str, prompt: Sequence[int], *, tokens: int = 4, **wishes: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        tokens: int = 4,
+        facts: dict[str, Any] | None = None,
+        **wishes: Any,
     ) -> Request:
+        """`facts`: what else vLLM's Request takes, such as an adapter."""
         extra = {"kv_transfer_params": wishes} if wishes else None
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=extra)
         request = Request(
@@ -190,6 +197,7 @@ class SchedulerRig:
             sampling_params=params,
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+            **(facts or {}),
         )
         self.scheduler.add_request(request)
         return request
@@ -273,11 +281,16 @@ class SchedulerRig:
             for index in range(first_block, -(-end // BLOCK_TOKENS)):
                 value = JUNK
                 if index < whole:
-                    value = content_of(request.block_hashes[index], weights=self.weights)
+                    value = content_of(self._hash_of(request, index), weights=self.weights)
                 self.copier.blocks[table[index]] = value
 
+    def _hash_of(self, request: Request, index: int) -> bytes:
+        """As the daemon knows it: an adapter's blocks have hashes of their own there."""
+        tracked = self.side._requests.get(request.request_id)
+        return bytes((request.block_hashes if tracked is None else tracked.hashes)[index])
+
     def _check_block(self, request: Request, index: int, device_block: int) -> None:
-        wanted = content_of(request.block_hashes[index], weights=self.weights)
+        wanted = content_of(self._hash_of(request, index), weights=self.weights)
         found = self.copier.blocks[device_block]
         assert np.array_equal(found, wanted), (
             f"{request.request_id} builds on wrong KV: its block {index}, {device_block}"

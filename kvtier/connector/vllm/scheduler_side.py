@@ -16,7 +16,7 @@ from kvtier.client import Client
 from kvtier.connector.heads import Head
 from kvtier.connector.jobs import FailReason, JobResult
 from kvtier.connector.scheduler import SchedulerConnector
-from kvtier.connector.vllm.adapters import AdapterHashes, adapter_mark
+from kvtier.connector.vllm.adapters import AdapterHashes, AdapterMarks
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, UnstartedLoad, WorkerReport
 from kvtier.connector.vllm.facts import none_hash
 from kvtier.connector.vllm.identity import engine_id_of
@@ -67,6 +67,7 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._reuse = ReuseWatch()
         self._meter = Meter()
+        self._adapters = AdapterMarks()
         # Loads vLLM waits for, with their blocks: until a worker has reported them as received.
         self._loading: dict[str, tuple[int, ...]] = {}
         self._untold: dict[str, tuple[int, ...]] = {}  # Of these, not handed to a worker yet.
@@ -118,7 +119,7 @@ class SchedulerSide:
         may_onboard, may_offload = self._wishes(request)
         hashes = request.block_hashes
         if getattr(request, "lora_request", None) is not None:
-            mark = adapter_mark(request.lora_request)
+            mark = self._adapters.mark_of(request.lora_request)
             if mark is None:
                 return
             hashes = AdapterHashes(hashes, mark)
@@ -258,6 +259,7 @@ class SchedulerSide:
             weights = f"{spec.weights.partition(' reset ')[0]} reset {secrets.token_hex(8)}"
             self._spec = replace(spec, weights=weights)
             core.reset(self._spec)
+            self._adapters.clear()
         return True
 
     def close(self) -> None:

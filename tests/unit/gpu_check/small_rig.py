@@ -1,0 +1,37 @@
+"""A stage's rig on a fake GPU: virtual time, kernels by their twins, compute of given lengths."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.rig import Rig
+from kvtier.cuda.fake import FakeCudart
+from kvtier.cuda.runtime import Stream
+from tests.support.twin_kernels import TwinKernels
+
+GEMM_SECONDS, DECODE_SECONDS, PREFILL_SECONDS_A_TOKEN = 2e-3, 1e-3, 1e-5
+
+
+class FakeWork:
+    def __init__(self, cuda: FakeCudart) -> None:
+        self._cuda = cuda
+
+    def gemm(self, stream: Stream) -> None:
+        self._cuda.compute(stream, GEMM_SECONDS, name="gemm")
+
+    def decode_step(self, stream: Stream) -> None:
+        self._cuda.compute(stream, DECODE_SECONDS, name="decode")
+
+    def prefill(self, stream: Stream, token_count: int) -> None:
+        self._cuda.compute(stream, token_count * PREFILL_SECONDS_A_TOKEN, name="prefill")
+
+
+def rig_of(cuda: FakeCudart, *, with_kernels: bool = True, seconds: float = float("inf")) -> Rig:
+    return Rig(
+        cuda,
+        make_work=lambda: FakeWork(cuda),
+        make_kernels=lambda: TwinKernels(cuda) if with_kernels else None,
+        cubin=lambda name: b"cubin",
+        now=lambda: cuda.now,
+        rest=cuda.advance,
+        deadline=seconds,
+        stand_in=True,
+    )

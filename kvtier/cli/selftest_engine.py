@@ -118,6 +118,9 @@ class EngineStarter:
                 who = "vLLM" if transfer is None else "vLLM with kvtier"
                 raise Unavailable(f"{who} did not start: {error}") from error
             yield engine
+        except BaseException:  # Ctrl-C too: nobody waits for an answer then.
+            engine.kill()
+            raise
         finally:
             engine.end()
 
@@ -182,12 +185,16 @@ class EngineProcess:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self.kill()
         self._answers.close()
         if not self._has_failed:
             self._log.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """It and all its processes, at once; nothing happens to those that are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _order(self, order: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None, "a pipe"

@@ -49,6 +49,7 @@ class Seen:
     filled: list[Answer] = field(default_factory=list)  # With kvtier, nothing there yet.
     warm: list[list[Answer]] = field(default_factory=list)  # By engine: hits from kvtier.
     onboarded_blocks: list[float] = field(default_factory=list)  # By engine, as it told itself.
+    missed: dict[str, int] = field(default_factory=dict)  # Warm prompts without a hit, by reason.
     loads: list[tuple[list[float], list[float]]] = field(default_factory=list)  # Without, with.
     killed: Killed | None = None  # None: the daemon was not ours to kill.
     failure: str = ""  # Why the play ended early.
@@ -125,16 +126,21 @@ def _hits(seen: Seen) -> Verdict:
     blocks = wanted // seen.block_tokens * len(seen.cold)
     if short:
         least = min(answer.hit_tokens for answer in short)
-        detail = (
-            f"{len(short)} of {total} prompts had less, the least {least} of {wanted} tokens: is"
-            " the daemon's memory large enough (--dram-bytes), and is the machine too busy to"
-            " answer in time (kvtier.onboard_wait_seconds)?"
-        )
-        return Verdict("hits", claim, False, detail)
+        detail = f"{len(short)} of {total} prompts had less, the least {least} of {wanted} tokens"
+        hints = [f"; {n} missed, {reason}: {_hint(reason)}" for reason, n in seen.missed.items()]
+        return Verdict("hits", claim, False, detail + "".join(hints))
     detail = f"{wanted} of {seen.prompt_tokens} tokens, {total} of {total} prompts"
     if told < blocks:
         detail += f"; but the connector counted {told:.0f} of {blocks} blocks: hits of vLLM's own?"
     return Verdict("hits", claim, told >= blocks > 0, detail)
+
+
+def _hint(reason: str) -> str:
+    return {
+        "absent": "has the daemon memory enough (--dram-bytes)?",
+        "deadline": "the machine is too busy, or give it longer (kvtier.onboard_wait_seconds)",
+        "unavailable": "the daemon's answers came too late, or it is gone: is the machine busy?",
+    }.get(reason, "see vLLM's log")
 
 
 def _same_as_own_hits(seen: Seen) -> Verdict:

@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError
 # In /metrics these have `_total` behind them.
 OFFLOADED = "vllm:kvtier_offloaded_blocks"
 ONBOARDED = "vllm:kvtier_onboarded_blocks"
+MISSED_BY = 'vllm:kvtier_missed_requests{reason="'
 # How long an engine may take to meet the daemon, and to hand over what it computed. A new session
 # waits for memory that the daemon has to populate.
 MEET_SECONDS = 60.0
@@ -187,9 +188,14 @@ class Play:
             self.seen.killed = Killed(answers[0], seconds)
 
     def _take_warm(self, engine: TrialEngine) -> None:
-        before = engine.counts().get(ONBOARDED, 0.0)
+        before = engine.counts()
         self.seen.warm.append(self._ask(engine))
-        self.seen.onboarded_blocks.append(engine.counts().get(ONBOARDED, 0.0) - before)
+        more = {k: n - before.get(k, 0.0) for k, n in engine.counts().items()}
+        self.seen.onboarded_blocks.append(more.get(ONBOARDED, 0.0))
+        for key, count in more.items():
+            if count and key.startswith(MISSED_BY):
+                reason = key.removeprefix(MISSED_BY).rstrip('"}')
+                self.seen.missed[reason] = self.seen.missed.get(reason, 0) + round(count)
 
     def _measure(self, engine: TrialEngine, loads: list[list[list[int]]]) -> list[float]:
         tokens = self._options.output_tokens

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,21 @@ def fake_python(tmp_path: Path) -> Path:
     return path
 
 
+def command(python: Path, *words: str) -> list[str]:
+    start = [sys.executable, "-m", "kvtier.cli.main", "selftest", "vllm", "--model", "m"]
+    start += ["--python", str(python), f"--vllm-arg=--held={python.parent / 'held'}"]
+    return [*start, *SIZES.split(), *words]
+
+
 def selftest(
     python: Path, *words: str, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtier.cli.main", "selftest", "vllm", "--model", "m"]
-    command += ["--python", str(python), f"--vllm-arg=--held={python.parent / 'held'}"]
-    command += [*SIZES.split(), *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=os.environ | (env or {})
+        command(python, *words),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | (env or {}),
     )
 
 
@@ -89,3 +97,29 @@ def test_no_vllm_and_no_daemon_give_exit_code_3_and_say_what_to_do(
     assert told in done.stderr
     for log in re.findall("whole log: (.*)", done.stderr):
         Path(log).unlink()  # It is there, and stays for whoever reads it.
+
+
+def test_one_that_is_ended_leaves_no_process_behind_though_its_engine_hangs(
+    fake_python: Path,
+) -> None:
+    words = command(fake_python, "--vllm-arg=--fake=hangs")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "without kvtier" in process.stderr.readline()
+    deadline = time.monotonic() + 30
+    while len(children := children_of(process.pid)) < 2:  # The daemon and the engine.
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)  # It may be told to generate meanwhile.
+    process.terminate()
+    process.wait(20)
+    process.stderr.close()
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]

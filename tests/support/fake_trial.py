@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Faults:
     deaf: bool = False  # Nothing is ever offloaded.
     dies: bool = False  # At the first prompt with kvtier.
     dies_with_daemon: bool = False
+    hangs: bool = False
 
 
 @dataclass
@@ -78,6 +80,8 @@ class FakeEngine:
 
     def _answer(self, prompt: Sequence[int], count: int) -> dict[str, Any]:
         name, held, faults = json.dumps(list(prompt)), self._held, self._faults
+        if faults.hangs:
+            time.sleep(600)
         blocks = len(prompt) // BLOCK_TOKENS
         is_own = name in self._own
         is_onboarded = held is not None and not is_own and name in held.prompts
@@ -86,6 +90,9 @@ class FakeEngine:
         is_onboarded = is_onboarded and not faults.forgets
         hit_tokens = blocks * BLOCK_TOKENS if is_own or is_onboarded else 0
         self._own.add(name)
+        if held is not None and blocks and not hit_tokens:
+            missed = 'vllm:kvtier_missed_requests{reason="absent"}'
+            self._counts[missed] = self._counts.get(missed, 0.0) + 1
         if held is not None and held.is_up and not faults.deaf:
             self._counts["vllm:kvtier_onboarded_blocks"] += blocks * is_onboarded
             self._counts["vllm:kvtier_offloaded_blocks"] += blocks * (name not in held.prompts)

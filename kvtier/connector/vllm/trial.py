@@ -26,6 +26,7 @@ EXIT_NOT_STARTED = 3
 CLOCK = SystemClock()
 # Besides what is kvtier's own: the counts that a report shows.
 _COUNTS = ("vllm:external_prefix_cache_hits", "vllm:prefix_cache_hits", "vllm:num_preemptions")
+_LABELS = ("tier", "reason", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +139,11 @@ class TrialEngine:
             is_ours = metric.name.startswith(PREFIX) and not metric.name.endswith("_seconds")
             if value is None or not (is_ours or metric.name in _COUNTS):
                 continue  # vLLM gives whole numbers here: of seconds too little is left.
-            counts[metric.name] = counts.get(metric.name, 0.0) + value
+            names = [metric.name]  # Over all labels, and by each of ours.
+            labels = metric.labels.items()
+            names += [f'{metric.name}{{{k}="{v}"}}' for k, v in labels if k in _LABELS]
+            for name in names:
+                counts[name] = counts.get(name, 0.0) + value
         return counts
 
 

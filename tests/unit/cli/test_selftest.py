@@ -81,6 +81,13 @@ def test_hits_that_kvtier_did_not_count_are_not_its_own() -> None:
     assert failing(seen) == {"hits"}
 
 
+def test_missed_prompts_are_told_with_the_reason_and_what_to_do() -> None:
+    seen, _, _ = played(Faults(forgets=True))
+    [hits] = [verdict for verdict in judge(seen, LIMITS) if verdict.name == "hits"]
+    assert "6 of 6 prompts had less, the least 0 of 224 tokens" in hits.detail
+    assert "6 missed, absent: has the daemon memory enough" in hits.detail
+
+
 def test_an_answer_that_the_kill_held_up_fails() -> None:
     seen, _, _ = played()
     assert seen.killed is not None

@@ -61,8 +61,8 @@ test-vllm: ## Tests with real vLLM on CPU, in an environment of its own: up to 1
 	@bash scripts/setup_vllm.sh
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
 
-gpu-check: ## Tests on a GPU (not built yet).
-	@echo "make gpu-check: the CUDA copy path (kvtier/cuda, kernels/) is not built yet" >&2; exit 1
+gpu-check: ## The GPU path on a GPU, which writes kernels/VERIFIED.json: at most ten minutes.
+	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) scripts/gpu_check.py
 
 proto: ## Generate kvtier/v1/kvtier_pb2* from proto/.
 	@bash scripts/proto.sh

@@ -19,6 +19,7 @@ class Findings:
         self.wrong: list[str] = []  # Claims of correctness that do not hold.
         self.missed: list[str] = []  # Targets of speed.
         self.is_cut_short = False
+        self.error: str | None = None  # What ended the stage.
 
     def note(self, name: str, value: Any) -> None:
         self.figures[name] = value
@@ -54,13 +55,18 @@ class Findings:
             "wrong": self.wrong,
             "missed": self.missed,
             "is_cut_short": self.is_cut_short,
+            "error": self.error,
         }
+
+    def save(self) -> None:
+        if self._place is not None:
+            write_json(self._place, self.as_json())
 
     def _say(self, line: str) -> None:
         if self._place is not None:
             sys.stdout.write(f"    {line}\n")
             sys.stdout.flush()
-            write_json(self._place, self.as_json())
+            self.save()
 
 
 def gigabytes_per_second(bytes_count: int, seconds: float) -> float:

@@ -5,6 +5,7 @@ All of it can be a stand-in, so that the stages themselves are tested without a 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Rig:
 def open_rig(seconds: float, cache_folder: Path) -> Rig:
     """On the first GPU. Raises CudaUnavailable."""
     from kvtier.cuda.cudart import open_cudart
+    from kvtier.cuda.errors import CudaRefused, CudaUnavailable
     from kvtier.cuda.kernel_cache import KernelCache, NvrtcCompiler
 
     runtime = open_cudart()
@@ -87,7 +89,11 @@ def open_rig(seconds: float, cache_folder: Path) -> Rig:
     def make_kernels() -> KernelCopies | None:
         from kvtier.cuda.kernel_copies import load_run_kernels
 
-        return load_run_kernels(runtime, KernelCache(cache_folder, NvrtcCompiler()), 0)
+        try:
+            return load_run_kernels(runtime, KernelCache(cache_folder, NvrtcCompiler()), 0)
+        except (CudaRefused, CudaUnavailable) as error:
+            sys.stdout.write(f"    no kernels: {error}\n")
+            return None  # The stage finds that wrong, and measures what is left.
 
     def cubin(name: str) -> bytes:
         cache = KernelCache(cache_folder, NvrtcCompiler())

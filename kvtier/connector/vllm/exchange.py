@@ -37,7 +37,7 @@ class UnstartedLoad:
 class StepOrder(KVConnectorMetadata):  # type: ignore[misc]
     """One step's copies, and what must have ended before its forward pass."""
 
-    plan: StepPlan
+    plan: StepPlan | None  # None: nothing is planned yet, or ever.
     # Offloads of earlier steps that read device blocks which this step overwrites.
     fenced_jobs: tuple[int, ...] = ()
     unstarted: tuple[UnstartedLoad, ...] = ()
@@ -46,10 +46,15 @@ class StepOrder(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The jobs that ended on a worker, or on several."""
+    """The jobs that ended on a worker, or on several.
+
+    The first one brings the handshake once more: vLLM's MultiConnector passes on one alone, of
+    whichever of its connectors comes first.
+    """
 
     results: list[JobResult] = field(default_factory=list)
+    handshake: Handshake | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport), "reports of two connectors were mixed up"
-        return WorkerReport(self.results + other.results)
+        return WorkerReport(self.results + other.results, self.handshake or other.handshake)

@@ -43,6 +43,7 @@ class Tracked:
     preemption_count: int = 0
     local_count: int = 0  # Blocks vLLM had itself when it last asked.
     device_blocks: list[int] = field(default_factory=list)
+    has_run: bool = False  # Since it last had no blocks: what it counts as computed is there.
     full_count: int = 0  # Blocks told as computed.
     is_miss_noted: bool = False
 
@@ -76,7 +77,10 @@ class SchedulerSide:
     # ------------------------------------------------------------------------------- beginning
 
     def meet(self, handshakes: Mapping[Any, Any]) -> None:
-        """The workers know the namespace; nothing is asked for before."""
+        """The workers know the namespace; nothing is asked for before.
+
+        Told by vLLM before the first step, or by the first report.
+        """
         specs = [h.spec for h in handshakes.values() if isinstance(h, Handshake)]
         if not specs:
             return
@@ -185,8 +189,9 @@ class SchedulerSide:
         if core is None or tracked is None:
             return
         self._note_preemption(core, tracked)
-        # While it is being loaded its blocks count as computed, but are not.
-        if request.request_id not in self._loading:
+        # While it is being loaded, by us or by another connector beside us, its blocks count as
+        # computed, but are not.
+        if tracked.has_run:
             self._note_full(core, tracked, device_blocks)
         if core.request_finished(request.request_id):
             self._reuse.park(request.request_id, device_blocks or tracked.device_blocks)
@@ -195,7 +200,8 @@ class SchedulerSide:
 
     def build_order(self, output: Any) -> StepOrder:
         core = self._core
-        assert core is not None, "vLLM steps before it has met its workers"
+        if core is None:
+            return StepOrder(None)
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._requests.get(request_id)) is not None:
                 self._note_preemption(core, tracked)
@@ -205,7 +211,10 @@ class SchedulerSide:
         started = _started_in(output)
         for request_id in output.num_scheduled_tokens:
             tracked = self._requests.get(request_id)
-            if tracked is not None and request_id not in started:
+            if tracked is None:
+                continue
+            tracked.has_run = True
+            if request_id not in started:
                 self._note_full(core, tracked, tracked.device_blocks)
         plan = core.build_plan()
         good, fenced = self._reuse.begin_step(plan.offloads)
@@ -225,10 +234,11 @@ class SchedulerSide:
         return StepOrder(plan, fenced, unstarted)
 
     def on_output(self, output: Any) -> None:
-        core = self._core
+        core, report = self._core, output.kv_connector_worker_meta
         if core is None:
+            if isinstance(report, WorkerReport):
+                self.meet({0: report.handshake})
             return
-        report = output.kv_connector_worker_meta
         results, self._own_results = self._own_results, []
         if isinstance(report, WorkerReport):
             results = results + report.results
@@ -297,6 +307,7 @@ class SchedulerSide:
             return
         tracked.preemption_count = tracked.request.num_preemptions
         tracked.device_blocks = []
+        tracked.has_run = False
         tracked.full_count = 0
         core.on_preempted(tracked.request.request_id)
 

@@ -42,6 +42,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._results: list[JobResult] = []
+        self._has_reported = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the tensors, and connect; the daemon may come later."""
@@ -86,7 +87,7 @@ class WorkerSide:
         if self._worker is None:
             return
         self._worker.note_step(order.token_count)
-        if not (plan.onboards or plan.offloads):
+        if plan is None or not (plan.onboards or plan.offloads):
             return
         for job in plan.onboards:
             self._loads[job.job_id] = (job.request_id, job.device_blocks)
@@ -116,7 +117,9 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         results, self._results = self._results, []
-        return WorkerReport(results) if results else None
+        handshake = None if self._has_reported else self.handshake()
+        self._has_reported = True
+        return WorkerReport(results, handshake) if results or handshake else None
 
     def close(self) -> None:
         if self._worker is not None:

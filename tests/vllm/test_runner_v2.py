@@ -153,6 +153,22 @@ def test_restarted_engine_loads_between_steps_and_hears_of_each_load_once(
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_what_was_generated_is_stored_as_far_as_its_tokens_are_known(
+    tiny_llama: Path, way: dict[str, Any]
+) -> None:
+    """With two steps at a time a block is full on the device before its last token is told."""
+    rig = rig_of(tiny_llama, **way)
+    first = rig.add("first", prompt_of(40), tokens=30)
+    rig.run()
+    conversation = list(first.all_token_ids)
+    rig.restart()
+    rig.add("second", [*conversation, 5, 6, 7], tokens=1)
+    rig.run()  # Checks what is in the daemon, and what is built on.
+    assert rig.core.stats().onboarded_blocks == (len(conversation) - 1) // BLOCK_TOKENS
+    rig.check_nothing_left()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_failed_load_is_told_once_and_computed(tiny_llama: Path, way: dict[str, Any]) -> None:
     rig = rig_of(tiny_llama, **way)
     rig.add("a", prompt_of(100))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 from typing import Any
 
 import numpy as np
@@ -12,11 +10,11 @@ import numpy.typing as npt
 
 from benchmarks.gpu.findings import Findings, gigabytes_per_second
 from benchmarks.gpu.rig import Rig, Stopwatch
-from kvtier.cuda.runtime import Direction, KernelLaunch, Ranges, SourceOrder
+from kvtier.cuda.attention_kernels import AttentionKernels, DecodeStep, geometry_of
+from kvtier.cuda.device_layout import DeviceTensor
+from kvtier.cuda.runtime import Direction, Ranges, SourceOrder
 
 ELEMENT_BYTES = 2
-RECORD_FLOATS = 4  # Before the weighted values; see kernels/paged_attention.cuh.
-THREADS = 128
 # Of the outputs as a whole against float64.
 RELATIVE = 2e-3
 _CHECKED_REQUESTS = 2
@@ -34,7 +32,6 @@ class Sizes:
     heads: int = 8
     width: int = 128
     block_tokens: int = 16
-    split_count: int = 4
     repeat_count: int = 15
 
     @property
@@ -65,12 +62,10 @@ class _Arena:
         self._rig = rig
         self._held: list[int] = []
         self.stream = rig.runtime.create_stream(rig.runtime.priorities()[1])
-        self.sizes: dict[int, int] = {}
 
     def room(self, length_bytes: int) -> int:
         address = self._rig.runtime.allocate_device(length_bytes)
         self._held.append(address)
-        self.sizes[address] = length_bytes
         return address
 
     def put(self, array: Array) -> int:
@@ -94,6 +89,9 @@ class _Arena:
 
 
 def measure(rig: Rig, findings: Findings, sizes: Sizes = Sizes()) -> None:
+    findings.claim("attention kernels can be compiled", rig.kernel_cache is not None)
+    if rig.kernel_cache is None:
+        return
     arena = _Arena(rig)
     rng = np.random.default_rng(5)
     kv = _random_kv(rng, sizes)
@@ -102,14 +100,26 @@ def measure(rig: Rig, findings: Findings, sizes: Sizes = Sizes()) -> None:
     paged = arena.room(sizes.kv_bytes)
     _scatter(rig, arena, (contiguous, paged), (order, sizes.block_bytes))
     queries = bf16_of(rng.standard_normal((sizes.requests, sizes.query_heads, sizes.width)))
-    tables = order.astype(np.int32).reshape(sizes.requests, sizes.table_blocks)
-    where = {"contiguous": (contiguous, 0), "paged": (paged, arena.put(tables))}
-    watch, calls = Stopwatch(rig, arena.stream), _Calls(rig, arena, queries, sizes)
+    where = {"contiguous": (contiguous, 0), "paged": (paged, arena.put(order.astype(np.int32)))}
+    counts = arena.put(np.full(sizes.requests, sizes.tokens, np.int32))
+    asked, out = arena.put(queries), arena.room(queries.nbytes)
+    watch = Stopwatch(rig, arena.stream)
     outs, seconds = {}, {}
     for name, (base, table) in where.items():
-        call = calls.make(base, table)
-        seconds[name] = watch.seconds(call.queue, repeat_count=sizes.repeat_count)
-        outs[name] = arena.read(call.out, np.empty(queries.shape, np.uint16))
+        kernels = _kernels_of(rig, base, sizes)
+        step = DecodeStep(
+            out, asked, table, sizes.table_blocks, counts, sizes.requests, sizes.tokens
+        )
+        read = Ranges.of((base, sizes.kv_bytes))
+
+        def queue(
+            kernels: AttentionKernels = kernels, step: DecodeStep = step, read: Ranges = read
+        ) -> None:
+            kernels.attend(step, 0, read, arena.stream)
+
+        seconds[name] = watch.seconds(queue, repeat_count=sizes.repeat_count)
+        outs[name] = arena.read(out, np.empty(queries.shape, np.uint16))
+        kernels.close()
         findings.note(
             f"{name}_attention_gigabytes_per_second",
             gigabytes_per_second(sizes.kv_bytes, seconds[name]),
@@ -129,74 +139,24 @@ def measure(rig: Rig, findings: Findings, sizes: Sizes = Sizes()) -> None:
     arena.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    rig: Rig
-    arena: _Arena
-    launches: Sequence[KernelLaunch]
-    out: int
-
-    def queue(self) -> None:
-        for launch in self.launches:
-            self.rig.runtime.launch(launch, self.arena.stream)
-
-
-class _Calls:
-    """One step's launches over KV at any address, through a table or without."""
-
-    def __init__(self, rig: Rig, arena: _Arena, queries: Array, sizes: Sizes) -> None:
-        self._rig, self._arena, self._sizes = rig, arena, sizes
-        image, suffix = rig.cubin("paged_attention"), f"bf16_{sizes.width}"
-        self._attend = rig.runtime.load_function(image, f"paged_attention_{suffix}")
-        self._merge = rig.runtime.load_function(image, f"merge_splits_{suffix}")
-        self._queries = arena.put(queries)
-        self._counts = arena.put(np.full(sizes.requests, sizes.tokens, np.int32))
-        record_bytes = 4 * (RECORD_FLOATS + sizes.width)
-        self._rows = sizes.requests * sizes.query_heads
-        self._partials = arena.room(self._rows * sizes.split_count * record_bytes)
-
-    def make(self, base: int, table: int) -> _Call:
-        sizes, arena = self._sizes, self._arena
-        geometry = arena.put(_geometry(base, sizes))
-        out = arena.room(arena.sizes[self._queries])
-        scale = int(np.float32(sizes.width**-0.5 * log2(np.e)).view(np.uint32))
-        is_split = sizes.split_count > 1
-        read = [base, geometry, self._queries, self._counts, *([table] if table else [])]
-        attend = KernelLaunch(
-            self._attend,
-            sizes.requests
-            * sizes.heads
-            * -(-sizes.query_heads // sizes.heads // 4)
-            * sizes.split_count,
-            THREADS,
-            [
-                *(out, self._queries, geometry, 0, table, sizes.table_blocks, self._counts),
-                *(sizes.requests, sizes.query_heads, scale, sizes.split_count),
-                self._partials if is_split else 0,
-            ],
-            reads=self._ranges(read),
-            writes=self._ranges([out, self._partials]),
-        )
-        merge = KernelLaunch(
-            self._merge,
-            -(-self._rows * 32 // THREADS),
-            THREADS,
-            [out, self._partials, self._rows, sizes.split_count],
-            reads=self._ranges([self._partials]),
-            writes=self._ranges([out]),
-        )
-        return _Call(self._rig, arena, [attend, merge] if is_split else [attend], out)
-
-    def _ranges(self, addresses: Sequence[int]) -> Ranges:
-        return Ranges.of(*((address, self._arena.sizes[address]) for address in addresses))
-
-
-def _geometry(base: int, sizes: Sizes) -> Array:
+def _kernels_of(rig: Rig, base: int, sizes: Sizes) -> AttentionKernels:
     """A block: keys of its tokens, then values; of a token, head after head."""
+    assert rig.kernel_cache is not None
     token_step = sizes.heads * sizes.row_bytes
-    steps = (0, sizes.block_bytes, sizes.row_bytes, token_step, sizes.block_tokens * token_step)
-    counts = (sizes.block_count, sizes.block_tokens, sizes.heads)
-    return np.array([base, *steps, *counts, sizes.row_bytes, sizes.row_bytes], np.int64)
+    shape = (1, sizes.block_count, sizes.heads, sizes.block_tokens, sizes.width)
+    strides = (sizes.kv_bytes, sizes.block_bytes, sizes.row_bytes, token_step, ELEMENT_BYTES)
+    keys, values = (
+        DeviceTensor(address, shape, strides, ELEMENT_BYTES, block_dim=1)
+        for address in (base, base + sizes.block_tokens * token_step)
+    )
+    return AttentionKernels(
+        rig.runtime,
+        rig.kernel_cache,
+        geometry_of(keys, values),
+        element="bf16",
+        query_heads=sizes.query_heads,
+        device=rig.device,
+    )
 
 
 def _scatter(rig: Rig, arena: _Arena, bases: tuple[int, int], how: tuple[Array, int]) -> None:

@@ -60,7 +60,7 @@ def main() -> None:
             cuda,
             make_work=_absent,
             make_kernels=lambda: None,
-            cubin=lambda name: b"",
+            kernel_cache=None,
             now=lambda: cuda.now,
             rest=cuda.advance,
             deadline=_SECONDS_MAX,

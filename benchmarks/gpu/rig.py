@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from kvtier.cuda.copy_submit import KernelCopies
+from kvtier.cuda.cudart import open_cudart
+from kvtier.cuda.errors import CudaRefused, CudaUnavailable
+from kvtier.cuda.kernel_cache import KernelCache, NvrtcCompiler
+from kvtier.cuda.kernel_copies import load_run_kernels
 from kvtier.cuda.runtime import CudaRuntime, Direction, Event, Stream
 
 FILLER_BYTES = 16 << 20
@@ -45,7 +49,7 @@ class Rig:
     runtime: CudaRuntime
     make_work: Callable[[], Work]
     make_kernels: Callable[[], KernelCopies | None]
-    cubin: Callable[[str], bytes]
+    kernel_cache: KernelCache | None
     now: Callable[[], float] = time.monotonic
     rest: Callable[[float], None] = time.sleep
     deadline: float = float("inf")
@@ -74,12 +78,13 @@ class Rig:
 
 def open_rig(seconds: float, cache_folder: Path) -> Rig:
     """On the first GPU. Raises CudaUnavailable."""
-    from kvtier.cuda.cudart import open_cudart
-    from kvtier.cuda.errors import CudaRefused, CudaUnavailable
-    from kvtier.cuda.kernel_cache import KernelCache, NvrtcCompiler
-
     runtime = open_cudart()
     runtime.use_device(0)
+    cache = None
+    try:
+        cache = KernelCache(cache_folder, NvrtcCompiler())
+    except CudaUnavailable as error:
+        _say_no_kernels(error)
 
     def make_work() -> Work:
         from benchmarks.gpu.torch_work import TorchWork
@@ -87,19 +92,17 @@ def open_rig(seconds: float, cache_folder: Path) -> Rig:
         return TorchWork()
 
     def make_kernels() -> KernelCopies | None:
-        from kvtier.cuda.kernel_copies import load_run_kernels
-
         try:
-            return load_run_kernels(runtime, KernelCache(cache_folder, NvrtcCompiler()), 0)
+            return load_run_kernels(runtime, cache, 0) if cache is not None else None
         except (CudaRefused, CudaUnavailable) as error:
-            sys.stdout.write(f"    no kernels: {error}\n")
+            _say_no_kernels(error)
             return None  # The stage finds that wrong, and measures what is left.
 
-    def cubin(name: str) -> bytes:
-        cache = KernelCache(cache_folder, NvrtcCompiler())
-        return cache.cubin(name, runtime.attributes(0).compute_capability)
+    return Rig(runtime, make_work, make_kernels, cache, deadline=time.monotonic() + seconds)
 
-    return Rig(runtime, make_work, make_kernels, cubin, deadline=time.monotonic() + seconds)
+
+def _say_no_kernels(error: Exception) -> None:
+    sys.stdout.write(f"    no kernels: {error}\n")
 
 
 class Stopwatch:

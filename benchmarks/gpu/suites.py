@@ -20,7 +20,7 @@ from kvtier.cuda.numa import device_node
 from kvtier.cuda.path_trials import give_up_wrong_paths
 
 SMALL_STAGE = "kernels"
-_SMALL_ATTENTION = attention.Sizes(requests=4, tokens=256, split_count=2, repeat_count=2)
+_SMALL_ATTENTION = attention.Sizes(requests=4, tokens=512, repeat_count=2)
 _TAIL_CHARS = 3000
 _SMI_FIELDS = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current")
 _TOOLS = ("memcheck", "racecheck")

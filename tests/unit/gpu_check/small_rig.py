@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from benchmarks.gpu.rig import Rig
 from kvtier.cuda.fake import FakeCudart
+from kvtier.cuda.kernel_cache import KernelCache
 from kvtier.cuda.runtime import Stream
 from tests.support.twin_kernels import TwinKernels
 
 GEMM_SECONDS, DECODE_SECONDS, PREFILL_SECONDS_A_TOKEN = 2e-3, 1e-3, 1e-5
+
+
+class FakeCompiler:
+    version = "fake"
+
+    def compile(self, source: str, headers: Mapping[str, str], options: tuple[str, ...]) -> bytes:
+        return b"cubin"
 
 
 class FakeWork:
@@ -29,7 +39,7 @@ def rig_of(cuda: FakeCudart, *, with_kernels: bool = True, seconds: float = floa
         cuda,
         make_work=lambda: FakeWork(cuda),
         make_kernels=lambda: TwinKernels(cuda) if with_kernels else None,
-        cubin=lambda name: b"cubin",
+        kernel_cache=KernelCache(None, FakeCompiler()),
         now=lambda: cuda.now,
         rest=cuda.advance,
         deadline=seconds,

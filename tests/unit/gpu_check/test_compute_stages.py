@@ -19,9 +19,7 @@ from tests.unit.gpu_check.small_rig import DECODE_SECONDS, rig_of
 pytestmark = pytest.mark.slow
 
 SMALL = Shape(layers=2, heads=2, width=32, block_tokens=8, block_count=6)
-ATTENTION = attention.Sizes(
-    requests=3, tokens=32, query_heads=4, heads=2, width=64, block_tokens=8, split_count=2
-)
+ATTENTION = attention.Sizes(requests=3, tokens=32, query_heads=4, heads=2, width=64, block_tokens=8)
 
 
 class AttentionTwin:
@@ -30,7 +28,8 @@ class AttentionTwin:
     def __init__(self, cuda: FakeCudart, *, is_wrong: bool = False) -> None:
         self.is_wrong = is_wrong
         cuda.add_twin("paged_attention_bf16_64", self.attend)
-        cuda.add_twin("merge_splits_bf16_64", lambda memory, arguments: None)
+        for other in ("merge_splits_bf16_64", "write_kv"):  # Loaded, not launched.
+            cuda.add_twin(other, lambda memory, arguments: None)
 
     def attend(self, memory: FakeMemory, arguments: Sequence[int]) -> None:
         out, queries, geometry, _, table, table_blocks, _, requests, heads, *_ = arguments
@@ -64,6 +63,14 @@ def test_attention_is_compared_with_itself_and_with_float64(device: FakeDevice) 
     assert findings.figures["relative_error_to_float64"] < 2e-3
     cuda.assert_clean()
     assert cuda.memory.device.allocation_count == 0
+
+
+def test_without_a_compiler_attention_is_wrong_and_not_broken() -> None:
+    findings = Findings()
+    rig = rig_of(FakeCudart())
+    rig.kernel_cache = None
+    attention.measure(rig, findings, ATTENTION)
+    assert findings.wrong == ["attention kernels can be compiled"]
 
 
 def test_attention_that_reads_another_block_fails_the_stage() -> None:

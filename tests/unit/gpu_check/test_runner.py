@@ -94,3 +94,21 @@ def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2() -> None:
     assert done.stderr.startswith("make gpu-check: no usable GPU here: ")
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+def test_the_script_needs_numpy_and_the_sources_until_a_stage_needs_more() -> None:
+    """A plain checkout on a GPU machine: nothing is installed there."""
+    program = """
+import sys
+sys.path.insert(0, "scripts")
+import gpu_check
+from pathlib import Path
+paths = [Path(getattr(module, "__file__", None) or ".") for module in [*sys.modules.values()]]
+parts = [path.parts for path in paths if "site-packages" in path.parts]
+print(*sorted({found[found.index("site-packages") + 1] for found in parts}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    foreign = {name for name in done.stdout.split() if not name.startswith(("_", "__editable__"))}
+    assert foreign - {"numpy", "numpy.libs", "distutils-precedence.pth"} == set()

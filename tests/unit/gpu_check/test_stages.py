@@ -9,7 +9,8 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.kv import Shape
 from kvtier.cuda.copy_paths import CopyPath
 from kvtier.cuda.fake import FakeCudart, FakeDevice
-from tests.support.twin_kernels import TwinKernels
+from kvtier.cuda.kernel_copies import RunKernels
+from tests.support.twin_kernels import TwinKernels, copy_runs_twin
 from tests.unit.gpu_check.small_rig import rig_of
 
 pytestmark = pytest.mark.slow
@@ -66,6 +67,18 @@ def test_the_sweep_goes_over_every_path_and_direction(device: FakeDevice) -> Non
     assert not findings.wrong
     cuda.assert_clean()
     assert cuda.memory.device.allocation_count == 0
+
+
+def test_the_sweep_runs_with_the_kernels_that_a_gpu_gets() -> None:
+    cuda, findings = FakeCudart(), Findings()
+    cuda.add_twin("copy_runs", copy_runs_twin)
+    rig, kernels = rig_of(cuda), RunKernels(cuda, b"cubin")
+    rig.make_kernels = lambda: kernels
+    copy_sweep.measure(rig, findings, COPIES)
+    assert {row["path"] for row in findings.figures["runs"]} >= {"kernel", "staged"}
+    assert not findings.wrong
+    kernels.close()
+    cuda.assert_clean()
 
 
 def test_the_sweep_sees_the_cliff_of_short_runs_upwards() -> None:

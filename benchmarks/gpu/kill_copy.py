@@ -30,7 +30,7 @@ _GUARD = 0x77
 class Sizes:
     half_bytes: int = 256 << 20  # Copied into; as much again must stay as it is.
     start_seconds: float = 20.0  # For the other process to import and to open the device.
-    copying_seconds: float = 0.5
+    copying_seconds: float = 5.0  # For a look that sees it copying.
     quiet_seconds: float = 2.0
 
 
@@ -40,9 +40,7 @@ def measure(rig: Rig, findings: Findings, sizes: Sizes = Sizes()) -> None:
     process = _start(rig, slab, sizes)
     try:
         findings.claim("the other process copies", _has_begun(process, sizes.start_seconds))
-        before = _hash(slab, sizes)
-        time.sleep(sizes.copying_seconds)
-        findings.claim("bytes are on their way when it is killed", before != _hash(slab, sizes))
+        findings.claim("bytes are on their way when it is killed", _is_changing(slab, sizes))
         start = time.monotonic()
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=sizes.start_seconds)
@@ -77,6 +75,15 @@ def _has_begun(process: subprocess.Popen[bytes], seconds: float) -> bool:
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return bool(ready) and process.stdout.readline() == COPYING
+
+
+def _is_changing(slab: Slab, sizes: Sizes) -> bool:
+    """Two looks may see the same bytes: the other process writes one of two patterns in turn."""
+    before, start = _hash(slab, sizes), time.monotonic()
+    while time.monotonic() - start < sizes.copying_seconds:
+        if _hash(slab, sizes) != before:
+            return True
+    return False
 
 
 def _last_change(slab: Slab, sizes: Sizes) -> float | None:

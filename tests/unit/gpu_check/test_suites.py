@@ -99,7 +99,7 @@ def test_without_the_sanitizer_that_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert not findings.wrong
 
 
-KILL = kill_copy.Sizes(half_bytes=2 << 20, copying_seconds=0.05, quiet_seconds=0.1)
+KILL = kill_copy.Sizes(half_bytes=2 << 20, quiet_seconds=0.1)
 
 
 def test_a_process_killed_in_mid_copy_leaves_memory_that_is_quiet_and_usable() -> None:

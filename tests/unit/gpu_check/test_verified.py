@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.verified import (
+    ROOT,
     STAMP,
     Stamp,
     source_hashes,
@@ -112,3 +113,10 @@ def test_the_sources_of_this_repository_are_hashed() -> None:
     paths = source_hashes()
     assert {"kernels/kv_copy.cu", "kvtier/cuda/cudart.py", "kvtier/cuda/streams.py"} <= {*paths}
     assert not [path for path in paths if "fake" in path]
+
+
+def test_the_document_says_what_the_stamp_says() -> None:
+    """Its words about what has run where change with the stamp."""
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    is_stale = state_line().startswith("GPU path: STALE")
+    assert ("**State: STALE." in text) == is_stale

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,21 @@ def why_no_gpu() -> str | None:
     return None if count else "CUDA counts 0 devices"
 
 
-def check(stages: list[Stage], out: Path, *, may_stamp: bool) -> int:
-    sources = source_hashes()
+def command_of(stage: Stage, findings: Path, seconds: float) -> list[str]:
+    words = ["--stage", stage.name, "--findings", str(findings), "--out", str(findings.parent)]
+    return [sys.executable, str(Path(__file__)), *words, "--seconds", f"{seconds:.0f}"]
+
+
+def check(
+    stages: list[Stage],
+    out: Path,
+    *,
+    may_stamp: bool,
+    root: Path = ROOT,
+    command: Callable[[Stage, Path, float], list[str]] = command_of,
+) -> int:
+    """The exit code. A stamp is written only for sources in which nothing was found wrong."""
+    sources = source_hashes(root)
     header = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
@@ -97,22 +111,17 @@ def check(stages: list[Stage], out: Path, *, may_stamp: bool) -> int:
         "python": sys.version.split()[0],
     }
     report = Report(out / "report.json", header)
-
-    def command_of(stage: Stage, findings: Path, seconds: float) -> list[str]:
-        words = ["--stage", stage.name, "--findings", str(findings), "--out", str(out)]
-        return [sys.executable, str(Path(__file__)), *words, "--seconds", f"{seconds:.0f}"]
-
-    run_stages(stages, report, command_of, total_seconds=TOTAL_SECONDS)
+    run_stages(stages, report, command, total_seconds=TOTAL_SECONDS)
     for name, found in report.stages.items():
         print(f"{found['outcome']:16} {name}  {'; '.join(reasons(found))}")
     print(f"report: {report.place}")
-    if may_stamp and not report.failed and source_hashes() == sources:
-        write_stamp(stamp_of(report))
+    if may_stamp and not report.failed and source_hashes(root) == sources:
+        write_stamp(stamp_of(report), root)
         # The machine may be another one than that of the checkout.
-        shutil.copy(ROOT / STAMP, out / STAMP.name)
+        shutil.copy(root / STAMP, out / STAMP.name)
     elif may_stamp:
         print("no stamp: a stage failed, or a source changed meanwhile")
-    print(state_line())
+    print(state_line(root))
     return 1 if report.failed or report.missed else 0
 
 

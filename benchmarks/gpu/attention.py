@@ -12,7 +12,7 @@ from benchmarks.gpu.findings import Findings, gigabytes_per_second
 from benchmarks.gpu.rig import Rig, Stopwatch
 from kvtier.cuda.attention_kernels import AttentionKernels, DecodeStep, geometry_of
 from kvtier.cuda.device_layout import DeviceTensor
-from kvtier.cuda.runtime import Direction, Ranges, SourceOrder
+from kvtier.cuda.runtime import Direction, Ranges
 
 ELEMENT_BYTES = 2
 # Of the outputs as a whole against float64.
@@ -162,15 +162,14 @@ def _kernels_of(rig: Rig, base: int, sizes: Sizes) -> AttentionKernels:
 def _scatter(rig: Rig, arena: _Arena, bases: tuple[int, int], how: tuple[Array, int]) -> None:
     """Blocks in a row to where the tables say, within the device."""
     (source, target), (order, block_bytes) = bases, how
-    step = np.uint64(block_bytes)
-    sources = np.arange(len(order), dtype=np.uint64) * step + np.uint64(source)
-    targets = order.astype(np.uint64) * step + np.uint64(target)
-    if rig.runtime.has_batches:
-        lengths = np.full(len(order), step, np.uint64)
-        rig.runtime.copy_batch(targets, sources, lengths, SourceOrder.STREAM, arena.stream)
-    else:
-        for one, other in zip(targets.tolist(), sources.tolist(), strict=True):
-            rig.runtime.copy(one, other, block_bytes, Direction.DEVICE_TO_DEVICE, arena.stream)
+    for index, place in enumerate(order.tolist()):
+        rig.runtime.copy(
+            target + place * block_bytes,
+            source + index * block_bytes,
+            block_bytes,
+            Direction.DEVICE_TO_DEVICE,
+            arena.stream,
+        )
     rig.runtime.synchronize_stream(arena.stream)
 
 

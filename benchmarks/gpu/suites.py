@@ -23,6 +23,7 @@ SMALL_STAGE = "kernels"
 _SMALL_ATTENTION = attention.Sizes(requests=4, tokens=512, repeat_count=2)
 _TAIL_CHARS = 3000
 _SMI_FIELDS = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current")
+_TOOL_SECONDS_MAX = 600.0
 _TOOLS = ("memcheck", "racecheck")
 
 # pyproject's own options ask for plugins that a GPU machine may lack.
@@ -109,25 +110,32 @@ def files_with_gpu_tests(root: Path) -> list[Path]:
     ]
 
 
-def sanitizer(rig: Rig, findings: Findings, tool_path: str | None = None) -> None:
+def sanitizer(
+    rig: Rig, findings: Findings, tool_path: str | None = None, seconds_least: float = 20.0
+) -> None:
     """Our kernels under compute-sanitizer; said, and not wrong, where it is absent."""
     found = tool_path or shutil.which("compute-sanitizer") or _beside_nvcc()
     if found is None:
         findings.note("compute_sanitizer", "absent: not run")
         return
     for tool in _TOOLS:
-        if rig.is_late(20.0):
+        if rig.is_late(seconds_least):
             findings.cut_short(tool)
             continue
         command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable]
-        done = subprocess.run(
-            [*command, str(ROOT / "scripts" / "gpu_check.py"), "--stage", SMALL_STAGE],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*command, str(ROOT / "scripts" / "gpu_check.py"), "--stage", SMALL_STAGE],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+                timeout=min(rig.deadline - rig.now(), _TOOL_SECONDS_MAX),
+            )
+        except subprocess.TimeoutExpired:
+            findings.cut_short(tool)
+            continue
         findings.note(tool, _last(done.stdout))
         if done.returncode != 0:
             findings.note(f"{tool}_output", done.stdout[-_TAIL_CHARS:])

@@ -90,6 +90,16 @@ def test_what_the_sanitizer_says_counts(tmp_path: Path, code: int, wrong: list[s
     assert findings.wrong == wrong
 
 
+def test_a_sanitizer_without_end_is_cut_short_and_not_wrong(tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    findings = Findings()
+    suites.sanitizer(rig_of(FakeCudart(), seconds=0.3), findings, str(tool), seconds_least=0.1)
+    assert findings.figures["not_measured"] == ["memcheck", "racecheck"]
+    assert not findings.wrong
+
+
 def test_without_the_sanitizer_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")

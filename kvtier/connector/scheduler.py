@@ -272,10 +272,16 @@ class SchedulerConnector:
         """Whether an idle engine should go on stepping, so that copies and commits end."""
         if self.is_disabled:
             return self._promises.is_owing
-        offloader, desk = self._offloader, self._desk
-        if desk.onboarded or desk.failed or desk.released or len(offloader.lingering):
+        offloader = self._offloader
+        if self.has_outcome or len(offloader.lingering):
             return True
         return bool(self._onboarder.flights or offloader.flights or len(offloader.moving))
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether `on_results` would tell something although no worker has reported anything."""
+        desk = self._desk
+        return bool(desk.onboarded or desk.failed or desk.released)
 
     def onboard_sources(self, request_id: str) -> tuple[tuple[TierName, int], ...]:
         """The tiers that the blocks being onboarded for the request came from; () if none are."""

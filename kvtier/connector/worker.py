@@ -68,6 +68,8 @@ class WorkerConnector:
         A job that cannot be queued, for whatever internal error, is reported as failed: an engine
         may be waiting for it.
         """
+        if plan.spec != self._spec:
+            self._open(plan.spec)
         jobs: list[Job] = [*plan.onboards, *plan.offloads]
         for job in jobs:
             progress = CopyProgress(job)
@@ -88,6 +90,11 @@ class WorkerConnector:
         """A step of the engine begins: offloads beside it must not make it much longer."""
         if isinstance(self._copier, DeviceBlocks):
             self._copier.note_step(token_count)
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """The namespace that is copied to and from."""
+        return self._spec
 
     def poll(self) -> list[JobResult]:
         """The jobs that have ended since the last poll."""
@@ -127,10 +134,19 @@ class WorkerConnector:
         """End the copy under way and fail the rest; the client stays open."""
         self._lane.close()
 
-    def _mover_of(self, spec: NamespaceSpec) -> Mover:
-        if spec != self._spec:
+    def _open(self, spec: NamespaceSpec) -> None:
+        """Another namespace from now on. Without jobs too: the daemon gives no slots in slabs that
+        a worker has not mapped, so there would never be one."""
+        try:
             self._mover = self._make_mover(spec)
             self._spec = spec
+        except Exception as error:
+            if self._settings.raise_internal_errors:
+                raise
+            self._log_once(error)
+
+    def _mover_of(self, spec: NamespaceSpec) -> Mover:
+        assert spec == self._spec, "the plan's namespace could not be opened"
         return self._mover
 
     def _log_once(self, error: Exception) -> None:

@@ -274,8 +274,8 @@ def test_killed_daemon_gives_blocks_back_right_or_not_at_all(
         f"{name} {done[name]}" for name in ("made", "evicting", "cleared", "refused")
     )
     state_finding(
-        f"{round_count} rounds, {done['reused']} segments reused in them; {done['verified']} blocks "
-        f"verified after restarts and {done['hits']} under load; {done['back']} of "
+        f"{round_count} rounds, {done['reused']} segments reused in them; {done['verified']} "
+        f"blocks verified after restarts and {done['hits']} under load; {done['back']} of "
         f"{done['expected']} that had stood came back; {done['damaged']} damaged, "
         f"{done['corrupt']} found corrupt; {others}"
     )

@@ -108,6 +108,28 @@ def test_engine_started_again_computes_the_tail_alone(
     assert [g.cached_count for g in second] == [96, 96, 160]
 
 
+def test_engine_offloads_and_onboards_again_after_a_reset(
+    tiny_llama: Path, daemon: RunningDaemon
+) -> None:
+    """In a namespace that its worker had not mapped; and it comes to rest."""
+    prompts = [prompt_of(100), prompt_of(170, seed=2)]
+    with kvtier_engine(tiny_llama, daemon) as engine:
+        first = engine.generate(prompts)
+        engine.settle()
+        before = engine.stats
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        second = engine.generate(prompts)
+        engine.settle()
+        assert engine.stats.onboarded_blocks == before.onboarded_blocks, "old KV was used"
+        assert engine.stats.committed_blocks >= before.committed_blocks + 3 + 5
+        engine.forget_own_cache()
+        third = engine.generate(prompts)
+        engine.settle()
+        assert engine.stats.onboarded_blocks == before.onboarded_blocks + 3 + 5
+        assert engine.left_behind() == []
+    assert differing(first, second) == differing(first, third) == []
+
+
 def test_daemon_killed_between_has_it_on_nvme(tiny_llama: Path, tmp_path: Path) -> None:
     prompts = [prompt_of(100), prompt_of(170, seed=2)]
     pool = tmp_path / "pool"

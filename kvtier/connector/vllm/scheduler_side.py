@@ -217,6 +217,8 @@ class SchedulerSide:
             if request_id not in started:
                 self._note_full(core, tracked, tracked.device_blocks)
         plan = core.build_plan()
+        if core.has_outcome:  # Some versions tell of a step's end only what workers report.
+            self._take_outcome(core, ())
         good, fenced = self._reuse.begin_step(plan.offloads)
         if len(good) < len(plan.offloads):
             kept = {job.job_id for job in good}
@@ -250,8 +252,10 @@ class SchedulerSide:
             )
         self._meter.note_output(results)
         self._reuse.note_results(results)
-        outcome = core.on_results(results)
-        for request_id in outcome.released:
+        self._take_outcome(core, results)
+
+    def _take_outcome(self, core: SchedulerConnector, results: Sequence[JobResult]) -> None:
+        for request_id in core.on_results(results).released:
             self._reuse.unpark(request_id)
 
     @property

@@ -87,7 +87,9 @@ class WorkerSide:
         if self._worker is None:
             return
         self._worker.note_step(order.token_count)
-        if plan is None or not (plan.onboards or plan.offloads):
+        if plan is None or (
+            plan.spec == self._worker.spec and not (plan.onboards or plan.offloads)
+        ):
             return
         for job in plan.onboards:
             self._loads[job.job_id] = (job.request_id, job.device_blocks)

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.client.address import TcpAddress, parse_address
+from kvtier.client.settings import ClientSettings
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.errors import ConfigError
 
 PREFIX = "kvtier."
+# No hook waits for a call, so calls may take their time: in a process whose engine is busy, every
+# turn of a thread of ours can cost milliseconds, and a call that is given up with its effect
+# unknown costs the whole session. A request's own wait is `onboard_wait_seconds`.
+CLIENT_SETTINGS = ClientSettings(timeout_seconds=0.5)
 # Set by the adapter itself: they say what vLLM does, not what a user wants.
 _NOT_OPTIONS = ("worker_count", "holds_preempted_blocks", "lingering_blocks_max")
 _SETTINGS = tuple(f.name for f in fields(ConnectorSettings) if f.name not in _NOT_OPTIONS)

@@ -22,7 +22,7 @@ from kvtier.connector.vllm.facts import none_hash
 from kvtier.connector.vllm.identity import engine_id_of
 from kvtier.connector.vllm.measuring import Meter
 from kvtier.connector.vllm.metrics import KVTierStats
-from kvtier.connector.vllm.options import Options
+from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.reuse import ReuseWatch
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import Role, TierName
@@ -87,6 +87,7 @@ class SchedulerSide:
         assert all(spec == specs[0] for spec in specs), "the workers disagree about the namespace"
         client = Client(
             self._options.socket,
+            settings=CLIENT_SETTINGS,
             engine_id=engine_id_of(self._vllm_config),
             role=Role.SCHEDULER,
             name="vllm scheduler",

@@ -19,7 +19,7 @@ from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
 from kvtier.connector.vllm.facts import namespace_of_engine
 from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
 from kvtier.connector.vllm.identity import engine_id_of
-from kvtier.connector.vllm.options import Options
+from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.connector.worker import WorkerConnector
 from kvtier.namespace import NamespaceSpec
@@ -52,6 +52,7 @@ class WorkerSide:
         spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
         client = Client(
             self._options.socket,
+            settings=CLIENT_SETTINGS,
             engine_id=engine_id_of(self._vllm_config),
             role=Role.WORKER,
             name="vllm worker",

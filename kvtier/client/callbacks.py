@@ -35,7 +35,8 @@ class Callbacks:
                 self._thread.start()
 
     def join(self, timeout_seconds: float) -> None:
-        thread = self._thread
+        with self._lock:  # Else it may be one that is just being started.
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_seconds)
 

@@ -26,6 +26,32 @@ class Copy:
     end: EndHandler
 
 
+class Results:
+    """Of copies that have ended: put in by a lane's thread, taken out by the engine's."""
+
+    def __init__(self) -> None:
+        self._results: deque[JobResult] = deque()
+
+    def end(self, copy: Copy) -> None:
+        self._results.append(copy.end(copy.progress))
+
+    def end_unrun(self, copy: Copy) -> None:
+        copy.progress.fail(FailReason.CLOSED, "the worker side is closed")
+        self.end(copy)
+
+    def end_bug(self, copy: Copy, error: Exception) -> None:
+        """A bug of ours must end this job alone, or the engine waits."""
+        copy.progress.fail(FailReason.INTERNAL, f"{type(error).__name__}: {error}")
+        self.end(copy)
+
+    def take(self) -> list[JobResult]:
+        """Those since the last call; never waits."""
+        found: list[JobResult] = []
+        while self._results:  # Only this method takes out, so an element seen is there to take.
+            found.append(self._results.popleft())
+        return found
+
+
 class CopyLane(Protocol):
     """Runs copies, onboards before offloads, each kind in the order of submission."""
 
@@ -49,7 +75,7 @@ class ThreadLane:
         self._changed = threading.Condition()
         self._onboards: deque[Copy] = deque()
         self._offloads: deque[Copy] = deque()
-        self._results: deque[JobResult] = deque()
+        self._results = Results()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -61,13 +87,10 @@ class ThreadLane:
                 (self._onboards if is_load else self._offloads).append(copy)
                 self._changed.notify()
                 return
-        self._end_unrun(copy)
+        self._results.end_unrun(copy)
 
     def poll(self) -> list[JobResult]:
-        results: list[JobResult] = []
-        while self._results:  # Only this method takes out, so an element seen is there to take.
-            results.append(self._results.popleft())
-        return results
+        return self._results.take()
 
     def close(self) -> None:
         with self._changed:
@@ -81,16 +104,17 @@ class ThreadLane:
         with self._changed:
             left = [*self._onboards, *self._offloads]
         for copy in left:
-            self._end_unrun(copy)
+            self._results.end_unrun(copy)
 
     def _run_copy(self, copy: Copy) -> None:
         try:
             for _ in copy.steps:
                 self._run_onboards(copy)
-        except Exception as error:  # A bug of ours must end this job alone, or the engine waits.
+        except Exception as error:
             log.exception("copy ended unexpectedly")
-            copy.progress.fail(FailReason.INTERNAL, f"{type(error).__name__}: {error}")
-        self._results.append(copy.end(copy.progress))
+            self._results.end_bug(copy, error)
+            return
+        self._results.end(copy)
 
     def _next(self) -> Copy | None:
         """The next copy; None once closed."""
@@ -107,7 +131,3 @@ class ThreadLane:
             return
         while self._onboards and not self._closed:
             self._run_copy(self._onboards.popleft())
-
-    def _end_unrun(self, copy: Copy) -> None:
-        copy.progress.fail(FailReason.CLOSED, "the worker side is closed")
-        self._results.append(copy.end(copy.progress))

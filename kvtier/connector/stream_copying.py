@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import ArenaLike, SlotView
 from kvtier.connector.copying import REFUSALS, ByteChecks, CopyProgress, Gate
@@ -32,7 +33,6 @@ from kvtier.errors import BadRequest, KVTierError
 from kvtier.policy.store_throttle import StoreThrottle
 
 log = logging.getLogger(__name__)
-
 
 _STEP_SECONDS_MAX = 1.0
 
@@ -84,11 +84,8 @@ class DeviceBlocks:
         """In the engine's thread: a step begins that computes so many tokens, or none."""
         if self._throttle is None:
             return
-        before, step = (
-            self._last_step,
-            _Step(self._clock.now(), token_count, self.streams.stored_bytes),
-        )
-        self._last_step = step
+        before = self._last_step
+        self._last_step = step = _Step(self._clock.now(), token_count, self.streams.stored_bytes)
         seconds = step.begun - before.begun
         # An engine that had nothing to do waited.
         if before.token_count and seconds < _STEP_SECONDS_MAX:
@@ -99,15 +96,24 @@ class DeviceBlocks:
         throttle = self._throttle
         return throttle is None or throttle.may_send(bytes_count, self._clock.now())
 
-    def make_lane(self, clock: Clock) -> StreamLane:
+    def make_mover(
+        self, arena: ArenaLike, settings: ConnectorSettings, clock: Clock, gate: Gate
+    ) -> StreamMover:
+        return StreamMover(arena, self, settings, clock, gate)
+
+    def make_lane(self) -> StreamLane:
         """The thread that copies; it pins slabs while it has nothing else to do."""
         return StreamLane(
             self.streams,
             on_start=lambda: self._runtime.use_device(self._device),
-            on_idle=lambda: self._registry.warm(clock.now()),
+            on_idle=lambda: self._registry.warm(self._clock.now()),
         )
 
     # ------------------------------------------------------------------------- slabs (SlabPins)
+
+    @property
+    def pins(self) -> SlabPins:
+        return self
 
     def add(self, address: int, length_bytes: int) -> None:
         """A slab has been mapped: it is pinned when it is first used, or before."""

@@ -1,7 +1,8 @@
 """The lane of copies that run on a device's streams: one thread that asks, submits and looks.
 
 It never waits for the device, and while copies are under way it looks at their events again and
-again, with short pauses: an event tells nobody by itself.
+again, with short pauses: an event tells nobody by itself. Whatever fails, it goes on: an engine
+waits for the copies, and the daemon for our word that they have ended.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvtier.connector.copy_lane import Copy
-from kvtier.connector.jobs import FailReason, JobResult
+from kvtier.connector.copy_lane import Copy, Results
+from kvtier.connector.jobs import JobResult
 from kvtier.cuda.streams import CopyStreams
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class StreamLane:
         self._changed = threading.Condition()
         self._new: deque[Copy] = deque()
         self._under_way: list[Copy] = []  # The thread's own.
-        self._results: deque[JobResult] = deque()
+        self._results = Results()
         self._closed = False
         self._thread: threading.Thread | None = None
         if threaded:
@@ -56,13 +57,10 @@ class StreamLane:
                 self._new.append(copy)
                 self._changed.notify()
                 return
-        self._end_unrun(copy)
+        self._results.end_unrun(copy)
 
     def poll(self) -> list[JobResult]:
-        results: list[JobResult] = []
-        while self._results:  # Only this method takes out, so an element seen is there to take.
-            results.append(self._results.popleft())
-        return results
+        return self._results.take()
 
     def close(self) -> None:
         """Call off what is not queued, wait for what is, give the streams up."""
@@ -94,8 +92,15 @@ class StreamLane:
                     self._changed.wait(LOOK_SECONDS if is_busy else IDLE_SECONDS)
                 is_idle = not (self._new or is_busy or self._closed)
             if is_idle:
-                self._on_idle()
+                self._idle()
         self._end_all()
+
+    def _idle(self) -> None:
+        try:
+            self._on_idle()
+        except Exception:
+            log.exception("what was to be done ahead failed, and is left undone")
+            self._on_idle = lambda: None
 
     def _begin_new(self) -> None:
         with self._changed:
@@ -109,7 +114,7 @@ class StreamLane:
         """Submit, see what has ended, and end it."""
         if not self._under_way:
             return
-        self._streams.poll()
+        self._guarded(self._streams.poll)
         self._under_way = [copy for copy in self._under_way if not self._step(copy)]
 
     def _step(self, copy: Copy) -> bool:
@@ -118,22 +123,26 @@ class StreamLane:
             next(copy.steps)
             return False
         except StopIteration:
-            pass
-        except Exception as error:  # A bug of ours must end this job alone, or the engine waits.
+            self._results.end(copy)
+        except Exception as error:
             log.exception("copy ended unexpectedly")
-            copy.progress.fail(FailReason.INTERNAL, f"{type(error).__name__}: {error}")
-        self._results.append(copy.end(copy.progress))
+            self._results.end_bug(copy, error)
         return True
+
+    def _guarded(self, do: Callable[[], object]) -> None:
+        """What the streams do. A failure that they do not know themselves leaves nobody who could
+        tell the end of a copy."""
+        try:
+            do()
+        except Exception as error:
+            log.exception("no copies on the device from now on")
+            self._streams.give_up(error)
 
     def _end_all(self) -> None:
         with self._changed:
             left = list(self._new)
             self._new.clear()
         for copy in left:
-            self._end_unrun(copy)
-        self._streams.close()
+            self._results.end_unrun(copy)
+        self._guarded(self._streams.close)
         self._look()
-
-    def _end_unrun(self, copy: Copy) -> None:
-        copy.progress.fail(FailReason.CLOSED, "the worker side is closed")
-        self._results.append(copy.end(copy.progress))

@@ -6,18 +6,64 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock, SystemClock
-from kvtier.connector.client_api import WorkerClient
+from kvtier.connector.client_api import ArenaLike, WorkerClient
 from kvtier.connector.copy_lane import Copy, CopyLane, ThreadLane
-from kvtier.connector.copying import BlockCopier, BlockMover, CopyProgress, Mover
+from kvtier.connector.copying import BlockCopier, BlockMover, CopyProgress, Gate, Mover
 from kvtier.connector.jobs import FailReason, Job, JobResult, StepPlan
 from kvtier.connector.settings import ConnectorSettings
-from kvtier.connector.stream_copying import DeviceBlocks, StreamMover
+from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.namespace import NamespaceSpec
 
 log = logging.getLogger(__name__)
+
+
+class Blocks(Protocol):
+    """Where an engine's device blocks are, and all that depends on it."""
+
+    @property
+    def pins(self) -> SlabPins | None:
+        """Who must know of slabs."""
+        ...
+
+    def make_lane(self) -> CopyLane: ...
+
+    def make_mover(
+        self, arena: ArenaLike, settings: ConnectorSettings, clock: Clock, gate: Gate
+    ) -> Mover: ...
+
+    def fence(self, job_ids: Sequence[int]) -> None:
+        """In the engine's thread: what it does from now on comes after these jobs, of which no step
+        is under way and none begins any more."""
+        ...
+
+    def note_step(self, token_count: int) -> None: ...
+
+
+class HostBlocks:
+    """In host memory: a copy has ended with its step."""
+
+    pins = None
+
+    def __init__(self, copier: BlockCopier) -> None:
+        self._copier = copier
+
+    def make_lane(self) -> ThreadLane:
+        return ThreadLane()
+
+    def make_mover(
+        self, arena: ArenaLike, settings: ConnectorSettings, clock: Clock, gate: Gate
+    ) -> BlockMover:
+        return BlockMover(arena, self._copier, settings, clock, gate)
+
+    def fence(self, job_ids: Sequence[int]) -> None:
+        pass
+
+    def note_step(self, token_count: int) -> None:
+        pass
 
 
 class WorkerConnector:
@@ -41,7 +87,7 @@ class WorkerConnector:
         lane: CopyLane | None = None,
     ) -> None:
         self._client = client
-        self._copier = copier
+        self._blocks: Blocks = copier if isinstance(copier, DeviceBlocks) else HostBlocks(copier)
         self._shard = shard
         self._settings = settings or ConnectorSettings()
         self._clock = clock or SystemClock()
@@ -57,9 +103,9 @@ class WorkerConnector:
         self._mover = self._make_mover(spec)
         self._unstarted: list[JobResult] = []  # Jobs that no lane took, not yet polled.
         self._has_logged = False
-        self._lane = lane or _lane_for(copier, self._clock)
-        if isinstance(copier, DeviceBlocks):
-            client.set_slab_pins(copier)
+        self._lane = lane or self._blocks.make_lane()
+        if self._blocks.pins is not None:
+            client.set_slab_pins(self._blocks.pins)
         client.add_quiet_handler(self._drain)
 
     def start(self, plan: StepPlan) -> None:
@@ -88,8 +134,7 @@ class WorkerConnector:
 
     def note_step(self, token_count: int) -> None:
         """A step of the engine begins: offloads beside it must not make it much longer."""
-        if isinstance(self._copier, DeviceBlocks):
-            self._copier.note_step(token_count)
+        self._blocks.note_step(token_count)
 
     @property
     def spec(self) -> NamespaceSpec:
@@ -111,8 +156,7 @@ class WorkerConnector:
             self._withdrawn.update(self._open_jobs.intersection(job_ids))
             while self._touching in self._withdrawn:
                 self._changed.wait()
-        if isinstance(self._copier, DeviceBlocks):
-            self._copier.fence(job_ids)
+        self._blocks.fence(job_ids)
 
     def enter(self, job: Job) -> FailReason | None:
         """In the lane's thread, before every slice; see `Gate`."""
@@ -156,9 +200,7 @@ class WorkerConnector:
 
     def _make_mover(self, spec: NamespaceSpec) -> Mover:
         arena = self._client.arena(self._client.open_namespace(spec), self._shard)
-        if isinstance(self._copier, DeviceBlocks):
-            return StreamMover(arena, self._copier, self._settings, self._clock, self)
-        return BlockMover(arena, self._copier, self._settings, self._clock, self)
+        return self._blocks.make_mover(arena, self._settings, self._clock, self)
 
     def _end(self, progress: CopyProgress) -> JobResult:
         """In the lane's thread: the job touches its slots no more."""
@@ -182,7 +224,3 @@ class WorkerConnector:
         with self._changed:
             while self._open_counts[session]:
                 self._changed.wait()
-
-
-def _lane_for(copier: BlockCopier | DeviceBlocks, clock: Clock) -> CopyLane:
-    return copier.make_lane(clock) if isinstance(copier, DeviceBlocks) else ThreadLane()

@@ -29,7 +29,7 @@ from kvtier.cuda.copy_paths import PathLimits, PathSupport
 from kvtier.cuda.copy_plan import Piece, SlabView, pieces_of, runs_of
 from kvtier.cuda.copy_submit import KernelCopies, PieceSubmitter
 from kvtier.cuda.device_layout import DeviceLayout
-from kvtier.cuda.errors import CudaBroken
+from kvtier.cuda.errors import CudaBroken, CudaCode
 from kvtier.cuda.path_trials import calibrated, give_up_wrong_paths
 from kvtier.cuda.registration import HostSlab, SlabRegistry
 from kvtier.cuda.runtime import Addresses, CudaRuntime, Direction, Event, Stream
@@ -122,9 +122,14 @@ class CopyStreams:
 
     # -------------------------------------------------------------------- for the engine's thread
 
-    def mark(self, compute: Stream) -> Event:
-        """What is queued on the engine's stream now: `onboard` and `offload` come after it."""
-        return self._mark(compute)
+    def mark(self, stream: Stream) -> Event:
+        """What is queued on the stream now: `onboard` and `offload` come after it."""
+        try:
+            event = self._events.popleft()
+        except IndexError:
+            event = self._runtime.create_event()
+        self._runtime.record_event(event, stream)
+        return event
 
     def unmark(self, mark: Event) -> None:
         """No copy will ask for it."""
@@ -187,6 +192,11 @@ class CopyStreams:
         lanes = (self._loads, self._stores)
         return not any(lane.waiting or lane.in_flight for lane in lanes)
 
+    def give_up(self, error: Exception) -> None:
+        """As if the device were broken: nobody knows any more what it still does."""
+        with self._changed:
+            self._break(CudaBroken("kvtier", CudaCode.UNKNOWN, f"{type(error).__name__}: {error}"))
+
     def close(self) -> None:
         """Call off what waits, and wait for what is in flight: for the end of the process only."""
         with self._changed:
@@ -201,15 +211,6 @@ class CopyStreams:
                 self._runtime.destroy_event(self._events.popleft())
 
     # -------------------------------------------------------------------------------- submitting
-
-    def _mark(self, stream: Stream) -> Event:
-        """An event of the pool, recorded."""
-        try:
-            event = self._events.popleft()
-        except IndexError:
-            event = self._runtime.create_event()
-        self._runtime.record_event(event, stream)
-        return event
 
     def _ask(self, ticket: CopyTicket) -> CopyTicket:
         self._lane(ticket).waiting.append(ticket)
@@ -230,6 +231,8 @@ class CopyStreams:
         return not ticket._pieces or self._may_store(ticket._pieces[0].bytes_count)
 
     def _begin(self, lane: _Lane, ticket: CopyTicket) -> None:
+        if self._broken is not None:
+            raise self._broken
         self._plan(ticket)
         self._runtime.wait_event(lane.stream, ticket.after)
 
@@ -264,7 +267,7 @@ class CopyStreams:
 
     def _note(self, lane: _Lane, ticket: CopyTicket, bytes_count: int) -> None:
         """Something of the ticket is in flight from now on."""
-        event = self._mark(lane.stream)
+        event = self.mark(lane.stream)
         lane.in_flight.append((event, bytes_count, ticket))
         lane.in_flight_bytes += bytes_count
         ticket.bytes_count += bytes_count

@@ -20,12 +20,13 @@ from statistics import median
 # Looks at the rate: after so many steps with copies. Fewer would judge by noise.
 STEPS_A_LOOK = 16
 _REMEMBERED_STEPS = 32
-# Steps without copies after so many with them, where none came by itself: 1.5 % of the time.
-_STEPS_UNTIL_HELD, _HELD_STEPS = 512, 8
+# Steps without copies after so many of one size with them, where none came by itself: 1.5 % of the
+# time. A size of which none was ever seen alone waits less; not none, for a rare one might be met
+# beside copies again each time.
+_STEPS_UNTIL_HELD, _STEPS_UNTIL_FIRST_HELD, _HELD_STEPS = 512, 32, 8
 _GROWTH, _DECLINE = 1.1, 0.67
 # A step counts as one with copies from this many bytes on: less than 1 ms of any link.
 _BYTES_MIN = 1 << 20
-_CLASSES_MAX = 64
 
 
 @dataclass(slots=True)
@@ -64,10 +65,7 @@ class StoreThrottle:
 
     def note_step(self, seconds: float, token_count: int, copied_bytes: int) -> None:
         """A step of the engine took so long, and so much was copied meanwhile."""
-        size = token_count.bit_length()
-        if size not in self._steps and len(self._steps) == _CLASSES_MAX:
-            return
-        steps = self._steps.setdefault(size, _Steps())
+        steps = self._steps.setdefault(token_count.bit_length(), _Steps())
         self._held_steps = max(0, self._held_steps - 1)
         if copied_bytes < _BYTES_MIN:
             # What was under way when copies were held ends in the first of these steps.
@@ -78,7 +76,7 @@ class StoreThrottle:
         steps.beside.append(seconds)
         steps.since_alone += 1
         steps.since_look += 1
-        if steps.since_alone >= _STEPS_UNTIL_HELD or not steps.alone:
+        if steps.since_alone >= (_STEPS_UNTIL_HELD if steps.alone else _STEPS_UNTIL_FIRST_HELD):
             steps.since_alone = 0
             self._held_steps = _HELD_STEPS
         if steps.since_look >= STEPS_A_LOOK and len(steps.alone) >= _HELD_STEPS // 2:

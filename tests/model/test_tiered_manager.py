@@ -19,7 +19,7 @@ from kvtier.core import instructions as ins
 from kvtier.core import nvme_tier, retiring
 from kvtier.core.events import TransferOutcome
 from kvtier.core.settings import NvmeSettings
-from kvtier.types import BlockHash, Cut, NamespaceId
+from kvtier.types import Cut, NamespaceId
 from tests.model.test_block_manager import (
     CONFIG,
     NAMESPACES,
@@ -112,7 +112,7 @@ class TieredManagerMachine(BlockManagerMachine):
         one, hashes = self.engine(engine), chain(path)
         mine = self.namespace_of(one, namespace)
         self.world.finish_turns()
-        before = self.readable_count(mine, hashes)
+        before = self.disk.readable_count(self.world.namespaces[mine], hashes)
         outcomes: list[ins.LeaseGranted] = []
         one.acquire(mine, hashes, seconds=30.0, wait=20.0, on_granted=outcomes.append)
         self.world.finish_work()
@@ -310,22 +310,6 @@ class TieredManagerMachine(BlockManagerMachine):
     def mover(self) -> FakeMover:
         assert self.world.nvme is not None
         return self.world.nvme.mover
-
-    def readable_count(self, namespace: NamespaceId, hashes: list[BlockHash]) -> int:
-        """Length of the prefix that is resident, and whose bytes on NVMe are as they should be."""
-        record = self.world.namespaces[namespace]
-        slot_of = {
-            row.block: slot
-            for slot, row in self.disk.rows.items()
-            if (row.fingerprint, row.epoch) == (record.fingerprint, record.epoch)
-        }
-        for count, block in enumerate(hashes):
-            if block in record.in_memory:
-                continue
-            stamp = (block,) * record.shard_count
-            if block not in record.on_nvme or not self.disk.is_right(slot_of[block], stamp):
-                return count
-        return len(hashes)
 
 
 @pytest.fixture(scope="class", autouse=True)

@@ -189,16 +189,4 @@ class TieredSimulation(Simulation):
 
     def expected_count(self, namespace: NamespaceId, hashes: list[BlockHash]) -> int:
         """Blocks whose bytes are lost are misses."""
-        record = self.world.namespaces[namespace]
-        slot_of = {
-            row.block: slot
-            for slot, row in self.disk.rows.items()
-            if (row.fingerprint, row.epoch) == (record.fingerprint, record.epoch)
-        }
-        for count, block in enumerate(hashes):
-            if block in record.in_memory:
-                continue
-            stamp = (block,) * record.shard_count
-            if block not in record.on_nvme or not self.disk.is_right(slot_of[block], stamp):
-                return count
-        return len(hashes)
+        return self.disk.readable_count(self.world.namespaces[namespace], hashes)

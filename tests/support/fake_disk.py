@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.layout import SegmentHeader
 from kvtier.types import BlockHash
+
+if TYPE_CHECKING:
+    from tests.support.world import NamespaceRecord
 
 Stamp = tuple[bytes, ...]
 NOTHING: Stamp = ()
@@ -88,6 +92,21 @@ class FakeDisk:
         """The disk loses what stands in the slot, and does not know it."""
         self.stamps[slot] = (b"flipped",)
         self.scribbled.add(slot)
+
+    def readable_count(self, record: NamespaceRecord, hashes: Sequence[BlockHash]) -> int:
+        """Length of the prefix that is resident, and whose bytes here are as they should be."""
+        slot_of = {
+            row.block: slot
+            for slot, row in self.rows.items()
+            if (row.fingerprint, row.epoch) == (record.fingerprint, record.epoch)
+        }
+        for count, block in enumerate(hashes):
+            if block in record.in_memory:
+                continue
+            stamp = (block,) * record.shard_count
+            if block not in record.on_nvme or not self.is_right(slot_of[block], stamp):
+                return count
+        return len(hashes)
 
     def is_right(self, slot: int, stamp: Stamp) -> bool:
         """Whether reading the slot brings this, and what the table says matches."""

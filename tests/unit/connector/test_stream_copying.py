@@ -254,3 +254,53 @@ def test_copies_end_by_themselves_in_the_lane_s_thread_and_at_its_close() -> Non
     bench.start(bench.offload(3, [1], [0]))
     assert [result.failed for result in bench.worker.poll()] == [FailReason.CLOSED]
     assert bench.client.open_hold_count == 0
+
+
+def wait_results(bench: Bench, count: int) -> dict[int, JobResult]:
+    found: dict[int, JobResult] = {}
+    deadline = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < deadline:
+        found.update({result.job_id: result for result in bench.worker.poll()})
+        bench.cuda.advance(50e-6)
+        time.sleep(0.001)
+    return found
+
+
+def test_failure_that_nobody_foresaw_ends_every_copy_and_leaves_no_engine_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And whoever asks for quiet is not told of it: the device may still write."""
+    bench = Bench(threaded=True)
+    bench.fill(0, 1, seconds=1e-3)
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(bench.blocks.streams, "poll", fail)
+    bench.start(bench.offload(1, [0], [0]), bench.onboard(2, [1], [1]))
+    found = wait_results(bench, 2)
+    assert {result.failed for result in found.values()} == {FailReason.COPY}
+    assert "ZeroDivisionError" in found[1].message
+    assert bench.client.open_hold_count == 2
+    monkeypatch.undo()
+    bench.start(bench.onboard(3, [2], [2]))
+    assert wait_results(bench, 1)[3].failed is FailReason.COPY
+    bench.worker.close()
+
+
+def test_failure_while_idle_does_not_end_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.connector.stream_lane.IDLE_SECONDS", 0.001)
+    asked = threading.Event()
+
+    def fail() -> None:
+        asked.set()
+        raise ZeroDivisionError("a bug")
+
+    bench = Bench()
+    lane = StreamLane(bench.blocks.streams, on_idle=fail)
+    bench.worker._lane = lane
+    assert asked.wait(5)
+    bench.fill(0, 8)
+    bench.start(bench.offload(1, [0], [0]))
+    assert wait_results(bench, 1)[1].failed is None
+    bench.close()

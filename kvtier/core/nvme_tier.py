@@ -11,7 +11,7 @@ taken in yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.index import IN_CALL, NOBODY, RowFlag, Rows
 from kvtier.core.residency import Residency
-from kvtier.core.segments import Mask, SegmentBook, Slots, by_segment
+from kvtier.core.segments import Group, Mask, SegmentBook, Slots, by_segment
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, TierName
 
 # Blocks taken in between two turns of the event loop: about 2 ms.
@@ -88,9 +88,14 @@ class NvmeTier:
         count = len(event.nvme_slots)
         rows = event.rows if event.rows is not None else np.full(count, NOBODY, dtype=np.int32)
         slots = event.nvme_slots[start:stop]
-        valid = self.book.are_ready(slots, event.sequences[start:stop])
+        groups = list(by_segment(slots, self.book.row_count_max))
+        valid = self.book.are_ready(slots, event.sequences[start:stop], groups)
         if event.epoch == residency.epoch:
             kept = self._take_in(residency, event, rows, start, valid)
+            if kept.all():
+                self._name(residency, rows[start:stop], slots, groups)
+            else:
+                self._name(residency, rows[start:stop][kept], slots[kept])
         else:  # Cleared since the pool was read: all of it is void.
             kept = np.zeros_like(valid)
         lost = slots[~kept & valid]
@@ -114,7 +119,7 @@ class NvmeTier:
         self, residency: Residency, event: ev.BlocksRecovered, rows: Rows, start: int, valid: Mask
     ) -> Mask:
         """Give rows to the blocks of this part, of which `valid` are still in their slots; which
-        of them have their copy on NVMe now."""
+        of them are to have their copy on NVMe there."""
         index = residency.index
         stop = start + len(valid)
         hashes = PackedHashes(event.packed, residency.facts.hash_bytes)[start:stop]
@@ -139,7 +144,6 @@ class NvmeTier:
         kept = kept | fresh
         if event.used_at is not None:
             index.used_at[mine[chosen]] = event.used_at[start:stop][chosen]
-        self._name(residency, mine[kept], slots[kept])
         return kept
 
     def _parent_codes(
@@ -263,12 +267,19 @@ class NvmeTier:
         for segment in segments:
             self._row_of.pop(segment, None)
 
-    def _name(self, residency: Residency, rows: Rows, slots: Slots) -> None:
+    def _name(
+        self,
+        residency: Residency,
+        rows: Rows,
+        slots: Slots,
+        groups: Iterable[Group] | None = None,
+    ) -> None:
+        """These slots hold the blocks of these rows; `groups` as `by_segment` gives them."""
         residency.index.nvme_slot[rows] = slots
         residency.index.flags[rows] &= ~RowFlag.HOT
         count_max = self.book.row_count_max
         offsets = slots % count_max
-        for segment, part in by_segment(slots, count_max):
+        for segment, part in by_segment(slots, count_max) if groups is None else groups:
             if segment not in self._row_of:
                 life = self.book.life_of(segment)
                 assert life is not None, "a block in a free segment"

@@ -28,6 +28,7 @@ from kvtier.layout import SegmentHeader, SlotLayout
 Slots = npt.NDArray[np.uint32]
 Sequences = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
+Group = tuple[int, npt.NDArray[np.int64]]  # A segment, and the positions of its slots in a list.
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +231,13 @@ class SegmentBook:
         # Asked of a slot of a former life, which may have had more rows.
         return segment is not None and row < len(segment.rows) and segment.rows[row] == _State.READY
 
-    def are_ready(self, slots: Slots, sequences: Sequences) -> Mask:
-        """Which of these hold a block in the life of their segment that has this number."""
+    def are_ready(self, slots: Slots, sequences: Sequences, groups: Iterable[Group]) -> Mask:
+        """Which of these hold a block in the life of their segment that has this number; `groups`
+        as `by_segment` gives them."""
         found = np.zeros(len(slots), dtype=np.bool_)
         rows = slots % self.row_count_max
         ready = int(_State.READY)  # NumPy is slow with an enum.
-        for number, part in by_segment(slots, self.row_count_max):
+        for number, part in groups:
             segment = self._bound_at(number)
             if segment is not None:
                 # Only these: another life may have fewer rows.
@@ -394,7 +396,7 @@ class SegmentBook:
             self._unbind(segment)
 
 
-def by_segment(slots: Slots, row_count_max: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+def by_segment(slots: Slots, row_count_max: int) -> Iterator[Group]:
     """Each segment of these slots, with the positions of its slots among them."""
     if not len(slots):
         return

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.core.segments import SegmentBook, Slots
+from kvtier.core.segments import SegmentBook, Slots, by_segment
 from kvtier.layout import SegmentHeader, SlotLayout
 
 SEGMENT_BYTES = 64 << 10
@@ -238,5 +238,6 @@ def test_a_slot_of_a_former_life_may_lie_behind_the_end_of_the_present_one() -> 
     book.commit(former.slots)
     book.commit(book.reserve(b"b" * 16, large, 2).slots)
     sequences = np.full(16, former.bound[0].sequence, dtype=np.uint64)
-    assert not book.are_ready(former.slots, sequences).any()
+    groups = list(by_segment(former.slots, 16))
+    assert not book.are_ready(former.slots, sequences, groups).any()
     assert [book.is_ready(slot) for slot in (0, 1, 2, 15)] == [True, True, False, False]

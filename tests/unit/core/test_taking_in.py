@@ -13,7 +13,7 @@ from kvtier.core import instructions as ins
 from kvtier.core import nvme_tier
 from kvtier.core.nvme_tier import NvmeTier
 from kvtier.core.residency import NamespaceFacts, Residency
-from kvtier.core.segments import SegmentBook
+from kvtier.core.segments import SegmentBook, by_segment
 from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.policy.lru import LruPolicy
 from kvtier.types import BlockHash, NamespaceId
@@ -236,6 +236,6 @@ def test_slots_are_ready_in_the_life_they_were_recovered_in(seed: int) -> None:
     slots = np.array(chance.sample(range(60), 40), np.uint32)
     sequences = (slots // SEGMENT_ROWS + 10).astype(np.uint64)
     other_life = np.array([chance.random() < 0.2 for _ in slots])
-    found = book.are_ready(slots, sequences + other_life)
+    found = book.are_ready(slots, sequences + other_life, by_segment(slots, book.row_count_max))
     expected = [slot not in gone for slot in slots.tolist()]
     assert found.tolist() == (np.array(expected) & ~other_life).tolist()

@@ -263,14 +263,14 @@ def test_daemon_that_dies_or_hangs_in_mid_load_costs_no_answer(
 
 def slow_down(engine: VllmEngine) -> None:
     """Every copy takes a while, so that it is under way when something happens."""
-    worker = engine.connector_of_worker()._worker._worker
-    copy_in = worker._copier.copy_in
+    copier = engine.connector_of_worker()._worker._worker._blocks._copier
+    copy_in = copier.copy_in
 
     def slow_copy_in(*args: Any) -> None:
         time.sleep(0.05)
         copy_in(*args)
 
-    worker._copier.copy_in = slow_copy_in
+    copier.copy_in = slow_copy_in
 
 
 def test_engine_without_a_daemon_serves_on_and_finds_it_later(

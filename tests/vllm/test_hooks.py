@@ -74,10 +74,11 @@ def timed(costs: dict[str, list[float]], name: str, call: Any) -> None:
 def test_hooks_at_128_ki_tokens_take_microseconds(tiny_llama: Path) -> None:
     """CPU time of the calling thread; of three series the quietest, as others use the cores.
 
-    The limits themselves hold on a quiet machine and are asserted in the full form only: with more
-    to run than there are cores, caches are cold and the same calls take three times as much.
+    The limits themselves are asserted in the full form, and wherever the machine is quiet: with
+    more to run than there are cores, caches are cold and the same calls take three times as much.
     """
-    slack = 1 if os.environ.get("KVTIER_TORTURE") == "1" else 3
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+    slack = 3 if is_busy and os.environ.get("KVTIER_TORTURE") != "1" else 1
     series = [hook_costs(SchedulerRig(tiny_llama)) for _ in range(3)]
     calls = [[seconds for found in costs.values() for seconds in found] for costs in series]
     medians = [{name: float(np.median(c)) for name, c in costs.items()} for costs in series]

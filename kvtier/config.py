@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from kvtier.config_values import (
+    ANY_NODE,
     AUTO,
     Address,
     Choice,
     Count,
     Fraction,
     Kind,
+    NodeNumber,
     Paths,
     PathValue,
     Seconds,
@@ -100,6 +102,12 @@ class DramConfig:
         Size(2 * MIB, GIB, auto=True),
         "Size of one slab, a multiple of 2 MiB. auto: a sixteenth of the budget, between "
         "16 MiB (or the whole budget) and 1 GiB. A namespace takes whole slabs, one a shard.",
+    )
+    node: int = option(
+        ANY_NODE,
+        NodeNumber(),
+        "NUMA node that all slabs must lie on, such as the one that the GPUs hang on; "
+        "`kvtier probe` names it. any: wherever the kernel finds memory.",
     )
     populate_threads: int = option(
         2, Count(1, 64), "Threads that populate slabs in the background."

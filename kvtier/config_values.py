@@ -12,6 +12,9 @@ from kvtier.errors import ConfigError
 AUTO = -1
 """Stands for `auto` in a size: the daemon works it out when it starts."""
 
+ANY_NODE = -1
+"""Stands for `any` where a NUMA node may be named."""
+
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
@@ -120,6 +123,29 @@ class Size:
 
     def show(self, value: object) -> str:
         return "auto" if value == AUTO else format_bytes(int(str(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNumber:
+    """The number of a NUMA node, or "any"."""
+
+    high: int = 1023
+
+    def check(self, name: str, value: object) -> object:
+        if value in ("any", ANY_NODE):
+            return ANY_NODE
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} is {value!r}: it may be {self.describe()}")
+        return _in_range(name, value, 0, self.high)
+
+    def from_text(self, text: str) -> object:
+        return int(text) if text.isdecimal() else text
+
+    def describe(self) -> str:
+        return f"any, or 0 to {self.high}"
+
+    def show(self, value: object) -> str:
+        return "any" if value == ANY_NODE else str(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,12 +48,12 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Mapping:
-    """A file mapped shared and writable at a 2 MiB-aligned address."""
+    """A file, or a part of one, mapped shared and writable at a 2 MiB-aligned address."""
 
-    def __init__(self, fd: int, length_bytes: int) -> None:
-        """Map the first `length_bytes` of `fd`; the fd may be closed afterwards."""
+    def __init__(self, fd: int, length_bytes: int, offset: int = 0) -> None:
+        """Map `length_bytes` of `fd` from `offset` on; the fd may be closed afterwards."""
         self.length_bytes = length_bytes
-        self.address = _map_aligned(fd, length_bytes)
+        self.address = _map_aligned(fd, length_bytes, offset)
         self._range: _Range | None = _Range(self.address, length_bytes)
         self._held = weakref.ref(self._range)
         try:
@@ -106,7 +106,7 @@ class _Range:
         finalizer.atexit = False
 
 
-def _map_aligned(fd: int, length_bytes: int) -> int:
+def _map_aligned(fd: int, length_bytes: int, offset: int) -> int:
     """Map the file where the kernel likes, or else into a reservation of address space.
 
     The reservation keeps other threads out of the range until the file is there. Mapping without
@@ -115,7 +115,7 @@ def _map_aligned(fd: int, length_bytes: int) -> int:
     if length_bytes <= 0 or length_bytes % mmap.PAGESIZE:
         raise ValueError(f"a mapping of {length_bytes} bytes: must be a multiple of the page size")
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    found = _mmap(None, length_bytes, protection, mmap.MAP_SHARED, fd)
+    found = _mmap(None, length_bytes, protection, mmap.MAP_SHARED, fd, offset)
     if found % HUGE_BYTES == 0:
         return found
     _libc.munmap(found, length_bytes)
@@ -125,7 +125,7 @@ def _map_aligned(fd: int, length_bytes: int) -> int:
     address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
     end, reserved_end = address + length_bytes, reserved + reserved_bytes
     try:
-        _mmap(address, length_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _mmap(address, length_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
     finally:
         # Never the middle: a MAP_FIXED that failed may have removed the reservation there, and
         # then the range may be another thread's stack by now.
@@ -136,8 +136,15 @@ def _map_aligned(fd: int, length_bytes: int) -> int:
     return address
 
 
-def _mmap(address: int | None, length_bytes: int, protection: int, flags: int, fd: int) -> int:
-    mapped: int | None = _libc.mmap(address, length_bytes, protection, flags, fd, 0)
+def _mmap(
+    address: int | None,
+    length_bytes: int,
+    protection: int,
+    flags: int,
+    fd: int,
+    offset: int = 0,
+) -> int:
+    mapped: int | None = _libc.mmap(address, length_bytes, protection, flags, fd, offset)
     if mapped is None or mapped == _MAP_FAILED:
         raise _os_error(f"mmap of {length_bytes} bytes of fd {fd}")
     return mapped

@@ -19,6 +19,7 @@ from kvtier.memory import Bytes
 from kvtier.pools.pool import SlabBinding
 from kvtier.pools.slabs import Slab
 from kvtier.pools.slot_table import BlockFacts, Slots, SlotTable
+from kvtier.pools.source import placement_finding
 from kvtier.types import BlockHash, EngineId, SlabId, SlabSetId
 
 
@@ -149,6 +150,10 @@ class DramPool:
             if before.slot_first + before.slot_count > after.slot_first:
                 found.append(f"slab sets {before.slab_set} and {after.slab_set} overlap")
         return found
+
+    def check_placement(self) -> list[str]:
+        """Slabs that no longer lie on the node that they are bound to, by a sample of each."""
+        return [text for slab in self._slabs.values() if (text := placement_finding(slab))]
 
     def _views(self, binding: SlabBinding, slot: int, length_bytes: int) -> list[Bytes]:
         first = (int(slot) - binding.slot_first) * binding.slot_bytes

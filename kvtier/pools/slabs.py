@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from kvtier.clock import Clock
 from kvtier.io import memory as pages
+from kvtier.io import numa
 from kvtier.memory import HUGE_BYTES, Mapping
 from kvtier.types import SlabId
 
@@ -33,6 +34,7 @@ class PageKind(StrEnum):
     COLLAPSED = "collapsed"
     MIXED = "mixed"  # Huge pages ran out on the way.
     BASE = "base"  # 4 KiB, or whatever this machine's page size is.
+    DEVICE = "device"  # Whatever a dax device maps: not of the system's memory.
 
 
 class PopulateCancelled(Exception):
@@ -49,6 +51,7 @@ class Slab:
     page_kind: PageKind
     huge_bytes: int
     populate_seconds: float
+    node: int | None = None  # Where all its pages were when it was populated; None: anywhere.
 
     @property
     def length_bytes(self) -> int:
@@ -69,27 +72,30 @@ def populate_slab(
     *,
     clock: Clock,
     is_cancelled: Callable[[], bool] = lambda: False,
+    node: int | None = None,
 ) -> Slab:
     """Create a slab with all its pages; takes up to seconds a GiB, nearly all without the GIL.
 
-    Raises OSError when the system has no memory and PopulateCancelled when `is_cancelled` says so
-    between two steps; either way nothing is left behind. Huge pages that run out are no error:
-    the slab gets the next best ones, and `page_kind` says which.
+    With a `node` all pages come from that NUMA node, and each is looked at. Raises OSError when the
+    system, or the node, has no memory (WrongNode: pages lie elsewhere all the same) and
+    PopulateCancelled when `is_cancelled` says so between two steps; either way nothing is left
+    behind. Huge pages that run out are no error: the slab gets the next best ones, and `page_kind`
+    says which.
     """
     assert 0 < slab_bytes <= SLAB_BYTES_MAX, f"a slab of {slab_bytes} bytes"
     assert slab_bytes % HUGE_BYTES == 0, f"a slab of {slab_bytes} bytes is no multiple of 2 MiB"
     started = clock.now()
     try:
-        fd, mapping = _create_populated(slab_id, slab_bytes, wanted, is_cancelled)
+        fd, mapping = _create_populated(slab_id, slab_bytes, wanted, node, is_cancelled)
     except OSError:
         if wanted is not PageKind.HUGETLB:
             raise
         # The reserve of huge pages is used up; ordinary memory may not be.
         wanted = _best_kind_without_reserve()
-        fd, mapping = _create_populated(slab_id, slab_bytes, wanted, is_cancelled)
+        fd, mapping = _create_populated(slab_id, slab_bytes, wanted, node, is_cancelled)
     huge_bytes = slab_bytes if wanted is PageKind.HUGETLB else pages.huge_mapped_bytes(mapping)
     kind = _kind_found(wanted, huge_bytes, slab_bytes)
-    return Slab(slab_id, fd, mapping, kind, huge_bytes, clock.now() - started)
+    return Slab(slab_id, fd, mapping, kind, huge_bytes, clock.now() - started, node)
 
 
 def punch_slab(slab: Slab) -> bool:
@@ -118,7 +124,11 @@ def _kind_found(wanted: PageKind, huge_bytes: int, slab_bytes: int) -> PageKind:
 
 
 def _create_populated(
-    slab_id: SlabId, slab_bytes: int, kind: PageKind, is_cancelled: Callable[[], bool]
+    slab_id: SlabId,
+    slab_bytes: int,
+    kind: PageKind,
+    node: int | None,
+    is_cancelled: Callable[[], bool],
 ) -> tuple[int, Mapping]:
     hugetlb = kind is PageKind.HUGETLB
     fd = pages.create_memfd(f"kvtier-slab-{slab_id}", slab_bytes, hugetlb=hugetlb)
@@ -126,7 +136,11 @@ def _create_populated(
         pages.seal_length(fd)
         mapping = Mapping(fd, slab_bytes)
         try:
-            _populate_steps(mapping, kind, is_cancelled)
+            if node is not None:
+                numa.bind_to_node(mapping, node)
+            _populate_steps(mapping, kind, node, is_cancelled)
+            if node is not None:
+                numa.verify_on_node(mapping, node)
         except BaseException:
             mapping.close()
             raise
@@ -136,7 +150,9 @@ def _create_populated(
     return fd, mapping
 
 
-def _populate_steps(mapping: Mapping, kind: PageKind, is_cancelled: Callable[[], bool]) -> None:
+def _populate_steps(
+    mapping: Mapping, kind: PageKind, node: int | None, is_cancelled: Callable[[], bool]
+) -> None:
     if kind is PageKind.THP:
         mapping.advise(pages.MADV_HUGEPAGE)
     for first in range(0, mapping.length_bytes, POPULATE_STEP_BYTES):
@@ -149,3 +165,5 @@ def _populate_steps(mapping: Mapping, kind: PageKind, is_cancelled: Callable[[],
             # What could not be collapsed is filled with base pages by the next line.
             pages.collapse(mapping, first, length)
         pages.populate(mapping, first, length)
+        if node is not None:  # One page of each 2 MiB: a slab that goes wrong goes no further.
+            numa.verify_on_node(mapping, node, first, length, step_bytes=HUGE_BYTES)

@@ -15,15 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
-from kvtier.io.budget import available_bytes
-from kvtier.pools.slabs import (
-    PageKind,
-    PopulateCancelled,
-    Slab,
-    best_page_kind,
-    populate_slab,
-    punch_slab,
-)
+from kvtier.pools.slabs import PopulateCancelled, Slab
+from kvtier.pools.source import MemorySource, SlabSource
 from kvtier.types import SlabId
 
 # Populating is bound by memory bandwidth and, collapsed, by the kernel's locks: more threads
@@ -59,7 +52,10 @@ class SlabStock:
         clock: Clock,
         parallel: int = min(PARALLEL_MAX, os.cpu_count() or 1),
         reserve_bytes: int = RESERVE_BYTES,
+        source: SlabSource | None = None,
     ) -> None:
+        """`source`: where the slabs come from; this machine's memory when left out."""
+        self.source = MemorySource() if source is None else source
         self.slab_bytes = slab_bytes
         self.slab_count_max = slab_count_max
         self._on_outcome = on_outcome
@@ -71,7 +67,6 @@ class SlabStock:
         self._lock = threading.Lock()  # Guards the rest.
         self._slab_count = 0  # Alive or in the making.
         self._making_count = 0  # In a thread now: their memory is not yet in the system's books.
-        self._wanted: PageKind | None = None
 
     @property
     def slab_count(self) -> int:
@@ -88,11 +83,11 @@ class SlabStock:
         return allowed
 
     def give_back(self, slab: Slab) -> None:
-        """Punch a slab that nobody uses any more; its place counts as free again.
+        """End a slab that nobody uses any more; its place counts as free again.
 
         Not for the event loop: it takes 4 ms a GiB of huge pages, and 300 ms of base pages.
         """
-        punch_slab(slab)
+        self.source.end(slab)
         self._forget()
 
     def stop(self) -> None:
@@ -121,32 +116,20 @@ class SlabStock:
 
     def _populate(self, slab_id: SlabId, making_count: int) -> Outcome:
         needed_bytes = making_count * self.slab_bytes + self._reserve_bytes
-        room_bytes = available_bytes()
+        room_bytes = self.source.room_bytes()
         if room_bytes is not None and room_bytes < needed_bytes:
             return PopulateRefused(
                 slab_id,
-                f"{room_bytes >> 20} MiB of memory are available, {needed_bytes >> 20} MiB needed "
-                f"({self._reserve_bytes >> 20} MiB stay with others)",
+                f"{room_bytes >> 20} MiB of {self.source.name} are available, "
+                f"{needed_bytes >> 20} MiB needed ({self._reserve_bytes >> 20} MiB stay with "
+                "others)",
             )
         try:
-            return populate_slab(
-                slab_id,
-                self.slab_bytes,
-                self._page_kind(),
-                clock=self._clock,
-                is_cancelled=self._stopped.is_set,
+            return self.source.populate(
+                slab_id, self.slab_bytes, clock=self._clock, is_cancelled=self._stopped.is_set
             )
         except OSError as error:
             return PopulateRefused(slab_id, str(error))
-
-    def _page_kind(self) -> PageKind:
-        """Asked in a thread at the first slab: the answer costs up to one huge page's first touch.
-
-        Two threads may both ask; the answer is the same.
-        """
-        if self._wanted is None:
-            self._wanted = best_page_kind()
-        return self._wanted
 
     def _forget(self) -> None:
         with self._lock:

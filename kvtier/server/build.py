@@ -14,17 +14,19 @@ import grpc
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, slab_bytes_for
-from kvtier.config_values import AUTO, split_address
+from kvtier.config_values import ANY_NODE, AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
 from kvtier.core.settings import PIN_FRACTION_MAX, NvmeSettings
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
+from kvtier.io.nodes import node_room_bytes
 from kvtier.metrics import Metrics
 from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
+from kvtier.pools.source import MemorySource
 from kvtier.server.admin import AdminServer
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
@@ -95,6 +97,8 @@ def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: in
         available = available_bytes()
         if available is None:
             raise ConfigError("nobody tells how much memory is available: set dram.bytes")
+        if config.dram.node != ANY_NODE:
+            available = min(available, node_room_bytes(config.dram.node) or 0)
         budget_bytes = min(BUDGET_BYTES_MAX, available // 4)
     slab_bytes = config.dram.slab_bytes
     if slab_bytes == AUTO:
@@ -151,6 +155,7 @@ class _Builder:
             slab_bytes=plan.slab_bytes,
             slab_count_max=plan.slab_count_max,
             populate_threads=config.dram.populate_threads,
+            source=MemorySource(None if config.dram.node == ANY_NODE else config.dram.node),
         )
         self.mover = Mover(self.pool, self.core, self.base.metrics)
         self.nvme: NvmeKeeper | None = None
@@ -300,7 +305,11 @@ class _Builder:
         return server, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
 
     def _check_shell(self) -> list[str]:
-        return self.pool.check_invariants() + self.sessions.check_invariants()
+        return [
+            *self.pool.check_invariants(),
+            *self.pool.check_placement(),
+            *self.sessions.check_invariants(),
+        ]
 
     def _limits(self) -> list[Limit]:
         server = self.config.server

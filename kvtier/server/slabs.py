@@ -24,6 +24,7 @@ from kvtier.core.instructions import (
 from kvtier.pools.dram import DramPool
 from kvtier.pools.pool import SlabBinding
 from kvtier.pools.slabs import Slab
+from kvtier.pools.source import SlabSource
 from kvtier.pools.stock import Outcome, PopulateRefused, SlabStock
 from kvtier.server.base import Base
 from kvtier.server.sessions import Sessions
@@ -48,6 +49,7 @@ class SlabKeeper:
         slab_bytes: int,
         slab_count_max: int,
         populate_threads: int,
+        source: SlabSource | None = None,
     ) -> None:
         self._pool = pool
         self._core = base.core
@@ -67,6 +69,7 @@ class SlabKeeper:
             on_outcome=self._from_thread,
             clock=base.clock,
             parallel=populate_threads,
+            source=source,
         )
 
     @property
@@ -104,7 +107,10 @@ class SlabKeeper:
             self._retry_later()
             return
         if self._populated_count == 0:
-            log.info("first slab populated", extra={"pages": outcome.page_kind})
+            log.info(
+                "first slab populated",
+                extra={"pages": outcome.page_kind, "source": self._stock.source.name},
+            )
         self._pool.add_slab(outcome)
         self._populated_count += 1
         self.huge_bytes += outcome.huge_bytes

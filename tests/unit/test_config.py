@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import config
 from kvtier.config import MIB, Config, load, parse, slab_bytes_for
-from kvtier.config_values import AUTO, format_bytes
+from kvtier.config_values import ANY_NODE, AUTO, format_bytes
 from kvtier.errors import ConfigError
 
 
@@ -50,6 +50,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             {"server": {"sessions_max": 1.5}},
             "server.sessions_max is 1.5: it must be a whole number",
         ),
+        ({"dram": {"node": "near"}}, "dram.node is 'near': it may be any, or 0 to 1023"),
+        ({"dram": {"node": 1024}}, "dram.node is 1024: it may be 0 to 1023"),
         ({"server": {"sessions_max": 0}}, "server.sessions_max is 0: it may be 1 to 4096"),
         ({"lease": {"seconds_max": "60"}}, "lease.seconds_max is '60': it must be a number"),
         ({"lease": {"seconds_max": math.nan}}, "lease.seconds_max is nan: it may be 1 to 3600"),
@@ -96,6 +98,13 @@ def test_mistake_is_one_line_that_names_the_option(tables: dict[str, object], li
 def test_options_that_contradict_each_other_are_refused(overrides: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         load(None, overrides)
+
+
+def test_a_node_is_a_number_or_any() -> None:
+    assert load(None).dram.node == ANY_NODE
+    assert load(None, {"dram.node": "1"}).dram.node == 1
+    assert load(None, {"dram.node": "any"}).dram.node == ANY_NODE
+    assert parse({"dram": {"node": 0}}).dram.node == 0
 
 
 def test_one_file_by_two_names_is_refused(tmp_path: Path) -> None:

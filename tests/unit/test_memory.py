@@ -103,3 +103,13 @@ def test_a_failed_mapping_names_the_reason_and_leaves_nothing() -> None:
     assert Path("/proc/self/maps").read_text().count("\n") <= before + 1
     with pytest.raises(ValueError, match="multiple of the page size"):
         Mapping(-5, LENGTH + 1)
+
+
+@pytest.mark.parametrize("offset", [HUGE_BYTES, HUGE_BYTES + 4096 * 16])
+def test_a_part_of_a_file_is_mapped_where_it_lies(fd: int, offset: int) -> None:
+    os.ftruncate(fd, offset + LENGTH)
+    whole, part = Mapping(fd, offset + LENGTH), Mapping(fd, LENGTH, offset)
+    whole.array[offset] = 7
+    part.array[-1] = 8
+    assert (part.array[0], whole.array[-1]) == (7, 8)
+    assert part.address % HUGE_BYTES == 0

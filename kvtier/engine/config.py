@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 # The default of vLLM 0.30 and later: with equal seeds both engines give equal block hashes, so a
@@ -52,8 +53,12 @@ class EngineConfig:
     prefix_caching: bool = True
     # Bounds what a flood of requests costs in hashes and hook calls a step.
     waiting_count_max: int = 1024
+    # Where it computes and has its KV: "cpu", "cuda" (torch's current one) or "cuda:1".
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device is {self.device!r}: it must be cpu, cuda or cuda:N")
         for name in (
             "device_block_count",
             "block_tokens",

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.connector_api import EngineConnector
-from kvtier.engine.copier import HostBlockCopier
+from kvtier.engine.device import open_device
 from kvtier.engine.engine import Engine
-from kvtier.engine.kv_cache import make_kv_cache, namespace_spec
+from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
 from kvtier.namespace import NamespaceSpec
 
@@ -53,16 +53,19 @@ def connected_engine(
     salt: str = "",
     settings: ConnectorSettings | None = None,
 ) -> Iterator[ConnectedEngine]:
-    """An engine that offloads to and onboards from the client's daemon, whenever there is one."""
+    """An engine that offloads to and onboards from the client's daemon, whenever there is one.
+
+    Raises CudaUnavailable for a device that is not to be had.
+    """
     from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnector
 
     # This scheduler keeps a preempted request's blocks until copies let them go.
     settings = replace(settings or ConnectorSettings(), holds_preempted_blocks=True)
     spec = namespace_spec(model, config, salt=salt)
-    kv_cache = make_kv_cache(model, config)
+    device = open_device(model, config)
     scheduler = SchedulerConnector(client, spec, settings=settings)
-    worker = WorkerConnector(client, spec, HostBlockCopier(kv_cache), settings=settings)
-    engine = Engine(model, config, EngineConnector(scheduler, worker), kv_cache=kv_cache)
+    worker = WorkerConnector(client, spec, device.make_blocks(settings), settings=settings)
+    engine = Engine(model, config, EngineConnector(scheduler, worker), device=device)
     try:
         yield ConnectedEngine(engine, spec, client, scheduler, worker)
         engine.wait_offloads(OFFLOAD_SECONDS_MAX)

@@ -66,8 +66,12 @@ class SchedulerSide(Protocol):
 class WorkerSide(Protocol):
     """The copying half; its copies run on a thread of its own."""
 
+    def note_step(self, token_count: int) -> None:
+        """A step begins that computes so many tokens: offloads must not make it much longer."""
+        ...
+
     def start(self, plan: StepPlan) -> None:
-        """Queue a plan's copies."""
+        """Queue a plan's copies; they come after what the engine has launched by now."""
         ...
 
     def poll(self) -> Sequence[JobResult]:

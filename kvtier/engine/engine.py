@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,9 +17,9 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.engine.attention import plan_attention
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connector_api import EngineConnector
+from kvtier.engine.device import EngineDevice, open_device
 from kvtier.engine.hashing import HashChain
-from kvtier.engine.kv_cache import make_kv_cache
-from kvtier.engine.model import LlamaModel
+from kvtier.engine.model import Forward, LlamaModel
 from kvtier.engine.request import FinishReason, Request, RequestResult, RequestState
 from kvtier.engine.sampler import pick_token
 from kvtier.engine.scheduler import ScheduledTokens, Scheduler, unfinished
@@ -46,20 +47,26 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         connector: EngineConnector | None = None,
         *,
-        kv_cache: torch.Tensor | None = None,
+        device: EngineDevice | None = None,
         clock: Clock = SystemClock(),
         pause: Callable[[float], object] = threading.Event().wait,
     ) -> None:
-        """`kv_cache` is given where the connector's copier was built on it before the engine."""
-        self.model = model
+        """`device` is given where the connector's worker side was built on it before the engine.
+        Raises CudaUnavailable."""
+        self.device = open_device(model, config) if device is None else device
+        self.model = self.device.model
         self.config = config
-        self.kv_cache = make_kv_cache(model, config) if kv_cache is None else kv_cache
         self.scheduler = Scheduler(config, None if connector is None else connector.scheduler)
         self._connector = connector
         self._clock = clock
         self._pause = pause
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """[device_blocks, layers, 2 (keys, values), block_tokens, kv_heads, head_size]."""
+        return self.device.kv_cache
 
     @property
     def unfinished_count(self) -> int:
@@ -81,15 +88,17 @@ class Engine:
         """Compute one batch; never waits, so it may return nothing while kvtier is copying."""
         self._exchange()
         batch = self.scheduler.schedule()
+        if self._connector is not None:
+            self._connector.worker.note_step(sum(scheduled.count for scheduled in batch))
         self._exchange()  # The onboards just allocated are copied while the batch is computed.
         if not batch:
             return []
-        logits, sampled = self._compute(batch)
+        forward, sampled = self._compute(batch)
         for scheduled in batch:
             self.scheduler.on_computed(scheduled)
         outputs = [
-            self._append(request, pick_token(row, request.params, request.generator))
-            for request, row in zip(sampled, logits, strict=True)
+            self._append(request, token_id)
+            for request, token_id in zip(sampled, self._pick(forward, sampled), strict=True)
         ]
         self._exchange()
         return outputs
@@ -189,8 +198,9 @@ class Engine:
         if self.scheduler.waiting_count >= self.config.waiting_count_max:
             raise LimitExceeded(f"waiting_count_max {self.config.waiting_count_max} requests wait")
 
-    def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[torch.Tensor, list[Request]]:
-        """Run the model; logits of each request whose last token was among those computed."""
+    def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[Forward, list[Request]]:
+        """Launch the model's parts; the requests whose last token is among those computed, in the
+        order of their logits."""
         tables, spans, token_ids = [], [], []
         logit_rows: list[int] = []
         sampled: list[Request] = []
@@ -203,13 +213,31 @@ class Engine:
             if end == len(request.token_ids):
                 logit_rows.append(len(token_ids) - 1)
                 sampled.append(request)
-        logits = self.model.forward(
-            torch.tensor(token_ids),
-            self.kv_cache,
-            plan_attention(tables, spans, self.config.block_tokens),
-            torch.tensor(logit_rows, dtype=torch.int64),
+        device = self.device
+        plan = plan_attention(tables, spans, self.config.block_tokens, device.put)
+        rows = torch.tensor(logit_rows, dtype=torch.int64)
+        forward = Forward(
+            self.model, device.attention, plan, *device.put([torch.tensor(token_ids), rows])
         )
-        return logits, sampled
+        device.launch(forward.begin)
+        for layer in range(self.model.config.layer_count):
+            device.launch_layer(partial(forward.run_layer, layer), layer, plan)
+        device.launch(forward.finish)
+        return forward, sampled
+
+    def _pick(self, forward: Forward, sampled: Sequence[Request]) -> list[int]:
+        """The next token of each: all that a step waits for."""
+        if not sampled:
+            return []
+        self.device.wait_computed()
+        return [
+            likeliest
+            if request.params.temperature == 0.0
+            else pick_token(row.cpu(), request.params, request.generator)
+            for request, row, likeliest in zip(
+                sampled, forward.logits, forward.likeliest.tolist(), strict=True
+            )
+        ]
 
     def _append(self, request: Request, token_id: int) -> TokenOutput:
         reason = request.append(token_id, self._clock.now())

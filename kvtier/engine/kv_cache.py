@@ -17,7 +17,8 @@ ATTENTION = "kvtier-reference"
 
 
 def make_kv_cache(model: LlamaModel, config: EngineConfig) -> torch.Tensor:
-    """Zeroed, because attention multiplies masked values by zero and NaN would survive that."""
+    """Where the weights are. Zeroed, because attention multiplies masked values by zero and NaN
+    would survive that."""
     shape = model.config
     return torch.zeros(
         config.device_block_count,
@@ -27,6 +28,7 @@ def make_kv_cache(model: LlamaModel, config: EngineConfig) -> torch.Tensor:
         shape.kv_head_count,
         shape.head_size,
         dtype=model.weights.embedding.dtype,
+        device=model.weights.embedding.device,
     )
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtier.engine.attention import AttentionPlan, paged_attention, write_kv
+from kvtier.engine.attention import Attention, AttentionPlan, TorchAttention
 from kvtier.engine.config import ModelConfig
 
 
@@ -52,8 +53,11 @@ class LlamaModel:
         self.config = config
         self.weights = weights
         self._digest = digest
-        dtype = weights.embedding.dtype
-        self._cosines, self._sines = (table.to(dtype) for table in _rope_tables(config))
+        # Angles are computed on the host: all devices have the same.
+        self.cosines, self.sines = (
+            table.to(weights.embedding.device, weights.embedding.dtype)
+            for table in _rope_tables(config)
+        )
 
     @cached_property
     def weights_digest(self) -> str:
@@ -62,10 +66,16 @@ class LlamaModel:
             return self._digest
         hasher = hashlib.sha256(repr(self.config).encode())
         for tensor in _all_tensors(self.weights):
-            hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)
+            hasher.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
         return f"sha256:{hasher.hexdigest()}"
 
-    @torch.inference_mode()
+    def to(self, device: torch.device) -> LlamaModel:
+        """The same model with its weights there; itself if they are."""
+        if self.weights.embedding.device == device:
+            return self
+        weights = _map_tensors(self.weights, lambda tensor: tensor.to(device))
+        return LlamaModel(self.name, self.config, weights, self._digest)
+
     def forward(
         self, token_ids: Tensor, kv_cache: Tensor, plan: AttentionPlan, logit_rows: Tensor
     ) -> Tensor:
@@ -73,33 +83,65 @@ class LlamaModel:
 
         `kv_cache` is [device_blocks, layers, 2, block_tokens, kv_heads, head_size].
         """
-        config, weights = self.config, self.weights
-        hidden = functional.embedding(token_ids, weights.embedding)
-        rope = (self._cosines[plan.positions, None], self._sines[plan.positions, None])
-        for index, layer in enumerate(weights.layers):
-            normed = _norm(hidden, layer.attention_norm, config)
-            hidden += self._attend(normed, layer, kv_cache[:, index], plan, rope)
-            normed = _norm(hidden, layer.ffn_norm, config)
-            gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden += functional.linear(functional.silu(gate).mul_(up), layer.down)
-        last = _norm(hidden[logit_rows], weights.final_norm, config)
-        return functional.linear(last, weights.output).float()
+        forward = Forward(self, TorchAttention(kv_cache), plan, token_ids, logit_rows)
+        forward.begin()
+        for layer in range(self.config.layer_count):
+            forward.run_layer(layer)
+        forward.finish()
+        return forward.logits
 
-    def _attend(
+
+class Forward:
+    """One step's way through a model, in parts that are run once each: `begin`, every layer in
+    order, `finish`."""
+
+    def __init__(
         self,
-        normed: Tensor,
-        layer: LayerWeights,
-        kv: Tensor,
+        model: LlamaModel,
+        attention: Attention,
         plan: AttentionPlan,
-        rope: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        config = self.config
+        token_ids: Tensor,
+        logit_rows: Tensor,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._plan = plan
+        self._token_ids = token_ids
+        self._logit_rows = logit_rows
+        self.logits = self.likeliest = torch.empty(0)  # Of `logit_rows`, by `finish`.
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        model, positions = self._model, self._plan.positions
+        self._hidden = functional.embedding(self._token_ids, model.weights.embedding)
+        self._rope = (model.cosines[positions, None], model.sines[positions, None])
+
+    @torch.inference_mode()
+    def run_layer(self, index: int) -> None:
+        """Write the layer's KV of the step's tokens, and compute what it does to them."""
+        config, layer = self._model.config, self._model.weights.layers[index]
+        hidden = self._hidden
+        hidden += self._attend(index, _norm(hidden, layer.attention_norm, config), layer)
+        normed = _norm(hidden, layer.ffn_norm, config)
+        gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
+        hidden += functional.linear(functional.silu(gate).mul_(up), layer.down)
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        weights = self._model.weights
+        last = _norm(self._hidden[self._logit_rows], weights.final_norm, self._model.config)
+        self.logits = functional.linear(last, weights.output).float()
+        self.likeliest = self.logits.argmax(dim=-1)
+
+    def _attend(self, index: int, normed: Tensor, layer: LayerWeights) -> Tensor:
+        config, plan = self._model.config, self._plan
         heads = functional.linear(normed, layer.qkv).view(len(normed), -1, config.head_size)
         rotated_count = config.head_count + config.kv_head_count
-        rotated = _rotate(heads[:, :rotated_count], *rope)
+        rotated = _rotate(heads[:, :rotated_count], *self._rope)
         queries, keys = rotated[:, : config.head_count], rotated[:, config.head_count :]
-        write_kv(kv, keys, heads[:, rotated_count:], plan)
-        return functional.linear(paged_attention(queries, kv, plan).flatten(1), layer.attention_out)
+        self._attention.write(index, keys, heads[:, rotated_count:], plan)
+        attended = self._attention.attend(index, queries, plan)
+        return functional.linear(attended.flatten(1), layer.attention_out)
 
 
 def random_model(
@@ -150,6 +192,20 @@ def _rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     positions = torch.arange(config.context_tokens_max, dtype=torch.float32)
     angles = torch.outer(positions, config.rope_base**-exponents)
     return angles.cos(), angles.sin()
+
+
+def _map_tensors(weights: ModelWeights, move: Callable[[Tensor], Tensor]) -> ModelWeights:
+    """What is one tensor stays one."""
+    embedding = move(weights.embedding)
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(
+            LayerWeights(**{part.name: move(getattr(layer, part.name)) for part in fields(layer)})
+            for layer in weights.layers
+        ),
+        final_norm=move(weights.final_norm),
+        output=embedding if weights.output is weights.embedding else move(weights.output),
+    )
 
 
 def _all_tensors(weights: ModelWeights) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 It does its worst within the contract: an onboard scribbles over its device blocks before the bytes
 arrive, and a failed one leaves them scribbled; an offload reads its blocks only when it ends, so a
-block that was given away meanwhile shows up as wrong bytes.
+block that was given away meanwhile shows up as wrong bytes. On a fake GPU the copies are kvtier's
+own (`device_worker`); the planning is the one below in any case.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ from kvtier.connector.jobs import (
     StepPlan,
 )
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.connector_api import EngineConnector
+from kvtier.engine.connector_api import EngineConnector, WorkerSide
 from kvtier.engine.copier import HostBlockCopier
 from kvtier.engine.engine import Engine
-from kvtier.engine.kv_cache import make_kv_cache, namespace_spec
+from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
 from kvtier.namespace import NamespaceSpec
+from tests.support.engine_form import FakeGpuForm, current_form
+from tests.support.fake_client import FakeSession
+from tests.support.fake_gpu import FakeGpu
+from tests.support.pinned import HostSlab
+
+SESSION = FakeSession(1, 1)
+SLOT_COUNT = 512
+BAD_SLOT = 0  # What a failed onboard brings.
 
 
 @dataclass
@@ -41,6 +50,13 @@ class MemoryBlocks:
     preempted_count: int = 0
     asked: list[tuple[str, int, int | None]] = field(default_factory=list)
     overwritten: list[bytes] = field(default_factory=list)  # Must stay empty.
+    slots: dict[bytes, int] = field(default_factory=dict)
+    slab: HostSlab | None = None  # Of engines on a fake GPU.
+
+    def slot_of(self, block_hash: bytes) -> int:
+        slot = self.slots.setdefault(block_hash, BAD_SLOT + 1 + len(self.slots))
+        assert slot < SLOT_COUNT
+        return slot
 
 
 class MemoryScheduler:
@@ -77,7 +93,11 @@ class MemoryScheduler:
         assert onboard_count == len(device_blocks) > 0
         first = self._local_counts[request_id]
         hashes = self._prompts[request_id][first : first + onboard_count]
-        job = OnboardJob(self._job_id(), request_id, None, (), tuple(device_blocks), 0)
+        is_bad = self.blocks.fails_onboards
+        slots = tuple(BAD_SLOT if is_bad else self.blocks.slot_of(name) for name in hashes)
+        job = OnboardJob(
+            self._job_id(), request_id, SESSION, slots, tuple(device_blocks), deadline_ns=1 << 62
+        )
         self.hashes_of_job[job.job_id] = hashes
         self._flights[job.job_id] = job
         self._onboards.append(job)
@@ -93,7 +113,9 @@ class MemoryScheduler:
         ]
         if not fresh:
             return
-        job = OffloadJob(self._job_id(), request_id, None, (), tuple(block for _, block in fresh))
+        slots = tuple(self.blocks.slot_of(block_hash) for block_hash, _ in fresh)
+        device_blocks = [block for _, block in fresh]
+        job = OffloadJob(self._job_id(), request_id, SESSION, slots, tuple(device_blocks))
         self.hashes_of_job[job.job_id] = tuple(block_hash for block_hash, _ in fresh)
         self._offloading.update(self.hashes_of_job[job.job_id])
         self._flights[job.job_id] = job
@@ -162,6 +184,9 @@ class MemoryWorker:
         self._flying: list[tuple[int, OnboardJob | OffloadJob, list[np.ndarray]]] = []
         self._poll_count = 0
 
+    def note_step(self, token_count: int) -> None:
+        pass
+
     def start(self, plan: StepPlan) -> None:
         ends_at = self._poll_count + self._blocks.copy_polls
         for job in plan.onboards:
@@ -199,8 +224,16 @@ class MemoryWorker:
 
 def connected_engine(model: LlamaModel, config: EngineConfig, blocks: MemoryBlocks) -> Engine:
     """An engine over `blocks`; several of them share what is resident."""
-    kv_cache = make_kv_cache(model, config)
-    scheduler = MemoryScheduler(blocks, namespace_spec(model, config))
-    worker = MemoryWorker(blocks, scheduler, HostBlockCopier(kv_cache))
+    form, spec = current_form(), namespace_spec(model, config)
+    scheduler, device = MemoryScheduler(blocks, spec), form.make_device(model, config)
+    worker: WorkerSide
+    if isinstance(form, FakeGpuForm):
+        from tests.support.device_worker import DeviceMemoryWorker
+
+        assert isinstance(device, FakeGpu)
+        worker = DeviceMemoryWorker(scheduler, spec, device)
+        form.workers.append(worker)
+    else:
+        worker = MemoryWorker(blocks, scheduler, HostBlockCopier(device.kv_cache))
     connector = EngineConnector(scheduler, worker)
-    return Engine(model, config, connector, kv_cache=kv_cache, pause=lambda _: None)
+    return Engine(model, config, connector, device=device, pause=lambda _: None)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from kvtier.engine.config import EngineConfig, ModelConfig, SamplingParams
 from kvtier.engine.engine import Engine
 from kvtier.engine.model import LlamaModel, random_model
+from tests.support.engine_form import HostForm, current_form, engine_form
 
 TINY = ModelConfig(
     layer_count=2,
@@ -29,7 +30,8 @@ def tiny_model(seed: int = 0) -> LlamaModel:
 def tiny_engine(**options: object) -> Engine:
     """An engine of blocks of 4 tokens."""
     config = EngineConfig(**{"block_tokens": 4, "device_block_count": 64, **options})  # type: ignore[arg-type]
-    return Engine(tiny_model(), config, pause=lambda _: None)
+    device = current_form().make_device(tiny_model(), config)
+    return Engine(tiny_model(), config, device=device, pause=lambda _: None)
 
 
 def prompt_of(token_count: int, *, seed: int = 0) -> list[int]:
@@ -37,8 +39,9 @@ def prompt_of(token_count: int, *, seed: int = 0) -> list[int]:
 
 
 def tokens_alone(prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
-    """What the request gives when nothing else runs and nothing is cached."""
-    return _tokens_alone(tuple(prompt), params)
+    """What the request gives when nothing else runs and nothing is cached, in host memory."""
+    with engine_form(HostForm()):
+        return _tokens_alone(tuple(prompt), params)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import kvtier.engine  # noqa: F401 - before torch, see there
 import pytest
 import torch
 
+from tests.support.engine_form import FakeGpuForm, HostForm, engine_form
 from tests.support.tiny_models import prompt_of, tiny_engine
 
 
@@ -21,3 +22,15 @@ def warm_torch() -> Iterator[None]:
     tiny_engine().generate([prompt_of(9)])
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["in host memory", "on a fake GPU", "on a fake GPU of chance"])
+def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test runs with its engines in each of these places."""
+    forms: dict[str, HostForm | FakeGpuForm] = {
+        "in host memory": HostForm(),
+        "on a fake GPU": FakeGpuForm(),
+        "on a fake GPU of chance": FakeGpuForm(seed=1),
+    }
+    with engine_form(forms[request.param]):
+        yield

@@ -12,6 +12,8 @@ from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 GREEDY = SamplingParams(tokens_max=6)
 PROMPT = prompt_of(22, seed=3)
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 
 def engine_over(blocks: MemoryBlocks, **options: int) -> Engine:
     config = EngineConfig(**{"block_tokens": 4, "device_block_count": 64, **options})
@@ -30,7 +32,7 @@ def assert_drained(engine: Engine, blocks: MemoryBlocks) -> None:
 
 
 @pytest.fixture
-def filled() -> MemoryBlocks:
+def filled(everywhere: None) -> MemoryBlocks:
     """What an engine that has answered PROMPT leaves behind."""
     blocks = MemoryBlocks()
     engine = engine_over(blocks)

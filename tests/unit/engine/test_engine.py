@@ -16,6 +16,8 @@ from tests.support.tiny_models import TINY, prompt_of, tiny_engine, tiny_model, 
 PROMPTS = [prompt_of(count, seed=count) for count in (1, 3, 4, 9, 16, 22)]
 GREEDY = SamplingParams(tokens_max=6)
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 
 def alone(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
     return tokens_alone(prompt, params)

@@ -9,9 +9,9 @@ import pytest
 from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnector
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connector_api import EngineConnector
-from kvtier.engine.copier import HostBlockCopier
+from kvtier.engine.device import open_device
 from kvtier.engine.engine import Engine
-from kvtier.engine.kv_cache import make_kv_cache, namespace_spec
+from kvtier.engine.kv_cache import namespace_spec
 from tests.support.clock import ManualClock
 from tests.support.fake_client import FakeClient
 from tests.support.stepped_control import SteppedControl, SteppedLane
@@ -43,22 +43,22 @@ class Bench:
 
 def bench(connector: type[SchedulerConnector] = SchedulerConnector) -> Bench:
     model, clock, control, lane = tiny_model(), ManualClock(), SteppedControl(), SteppedLane()
-    spec, kv_cache = namespace_spec(model, CONFIG), make_kv_cache(model, CONFIG)
+    spec, device = namespace_spec(model, CONFIG), open_device(model, CONFIG)
     client = FakeClient(clock, slot_count=64, shard_bytes=spec.shard_bytes)
     settings = ConnectorSettings(
         stock_blocks=16, onboard_wait_seconds=0.0, raise_internal_errors=True,
         holds_preempted_blocks=True,
     )  # fmt: skip
     scheduler = connector(client, spec, settings=settings, clock=clock, control=control)
-    copier = HostBlockCopier(kv_cache)
-    worker = WorkerConnector(client, spec, copier, settings=settings, clock=clock, lane=lane)
+    blocks = device.make_blocks(settings)
+    worker = WorkerConnector(client, spec, blocks, settings=settings, clock=clock, lane=lane)
     both = EngineConnector(scheduler, worker)
 
     def pause(_: float) -> None:
         clock.advance(0.01)
         lane.step()
 
-    engine = Engine(model, CONFIG, both, kv_cache=kv_cache, clock=clock, pause=pause)
+    engine = Engine(model, CONFIG, both, device=device, clock=clock, pause=pause)
     return Bench(engine, client, clock, control, lane, scheduler)
 
 

@@ -1,0 +1,72 @@
+"""Where an engine computes: what is refused, what goes there, how its copies are made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtier.connector import ConnectorSettings
+from kvtier.cuda.errors import CudaUnavailable
+from kvtier.cuda.fake import FakeCudart
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.device import HostDevice, open_device
+from kvtier.engine.engine import Engine
+from kvtier.engine.gpu_device import GpuDevice, kv_layout
+from kvtier.engine.kv_cache import block_bytes, make_kv_cache
+from kvtier.engine.model import random_model
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import TINY, tiny_model
+
+CONFIG = EngineConfig(block_tokens=4, device_block_count=8)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="it must be cpu, cuda or cuda:N"):
+        EngineConfig(device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_without_a_gpu_an_engine_for_one_says_so(device: str) -> None:
+    with pytest.raises(CudaUnavailable, match="torch finds no GPU"):
+        Engine(tiny_model(), EngineConfig(device=device))
+
+
+def test_an_engine_computes_in_host_memory_by_itself() -> None:
+    assert isinstance(open_device(tiny_model(), CONFIG), HostDevice)
+
+
+def test_integers_arrive_as_they_were() -> None:
+    gpu = GpuDevice(tiny_model(), CONFIG, FakeCudart(), torch.device("cpu"))
+    columns = [torch.arange(5), torch.empty(0, dtype=torch.int64), torch.arange(6).view(2, 3)]
+    placed = gpu.put(columns)
+    assert all(torch.equal(*pair) for pair in zip(columns, placed, strict=True))
+
+
+def test_weights_that_move_keep_their_name_and_what_is_tied() -> None:
+    model = random_model(TINY, 7)
+    assert model.to(torch.device("cpu")) is model
+    moved = model.to(torch.device("meta"))
+    assert moved.weights.layers[1].down.device.type == "meta"
+    assert moved.cosines.device.type == "meta"
+    assert moved.weights.output is moved.weights.embedding
+    assert make_kv_cache(moved, CONFIG).device.type == "meta"
+
+
+def test_a_block_is_one_run_of_bytes_as_in_host_memory() -> None:
+    layout = kv_layout(make_kv_cache(tiny_model(), CONFIG), 4096)
+    assert layout.addresses.tolist() == [4096]
+    assert layout.sizes.tolist() == layout.steps.tolist() == [block_bytes(tiny_model(), CONFIG)]
+
+
+class CarefulGpu(FakeGpu):
+    _try_paths = GpuDevice._try_paths
+
+
+def test_ways_of_copying_are_tried_before_the_first_copy() -> None:
+    gpu = CarefulGpu(tiny_model(), CONFIG)
+    assert gpu.cuda.copies.copied_bytes == 0
+    gpu.make_blocks(ConnectorSettings())
+    assert gpu.cuda.copies.copied_bytes > 0
+    gpu.cuda.assert_clean()

@@ -59,7 +59,8 @@ LAYERS: dict[str, Layer] = {
     "sizing": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "core": Layer((*VALUES, "policy"), (*EFFECTS, *ENGINES)),
     "io": Layer(SHARED, ENGINES),
-    "pools": Layer((*SHARED, "io", "clock"), ENGINES),
+    "codec": Layer(SHARED, ENGINES),
+    "pools": Layer((*SHARED, "io", "clock", "codec"), ENGINES),
     "server": Layer(
         (
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),

@@ -1,0 +1,390 @@
+"""A shared file system as a remote engine: one file a value, under a folder that all nodes mount.
+
+    ROOT/kvtier-remote                  the mark: without it the share is not mounted
+    ROOT/values/NAMESPACE/EPOCH/5a/HASH one value, in one of 256 folders by the key's checksum
+    ROOT/arriving/                      values being written; renamed into place when complete
+    ROOT/records/KEY/NUMBER             a record; the highest number is the present one
+    ROOT/owner, ROOT/usage              who evicts, and what it counted (files_owner.py)
+
+Renames and links are atomic, so a value is whole or not there, whoever dies. Nothing is fsynced:
+what a crash of the file server tears is found out by the checksum in the value's frame.
+
+A record is replaced by linking a new file under the next number, which only one can; who finds a
+still higher number afterwards was late by more than one change, and takes its own back. The highest
+number is never removed.
+
+The root is never made here, nor the mark: a share that is not mounted must not fill the disk below.
+Calls go through threads (aiofiles). One that hangs keeps its thread; the wait ends at its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import aiofiles
+import numpy as np
+import xxhash
+
+from kvtier.clock import Clock, SystemClock
+from kvtier.io.threads import IoThreads
+from kvtier.memory import Bytes
+from kvtier.pools.remote.calls import Calls
+from kvtier.pools.remote.engine import (
+    RECORD_BYTES_MAX,
+    Health,
+    RemoteKey,
+    RemoteOutcome,
+    Reply,
+)
+
+MARK_NAME = "kvtier-remote"
+MARK_TEXT = "kvtier remote tier, format 1\n"
+# Of values that are got, the time is set anew at most this often: it is what eviction goes by.
+TOUCH_SECONDS = 60.0
+
+_TOUCHED_MAX = 100_000
+# How old the owner's count may be when a value is put.
+USAGE_SECONDS = 1.0
+_FOLDER_ATTEMPTS = 3
+# Each time it was replaced by another daemon between two calls of ours.
+_RECORD_READS_MAX = 8
+VALUES_NAME, ARRIVING_NAME, RECORDS_NAME = "values", "arriving", "records"
+OWNER_NAME, USAGE_NAME = "owner", "usage"
+
+T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_GONE = {
+    *(errno.ENOENT, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
+    errno.ENOTDIR,
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FilesSettings:
+    """`capacity_bytes` bounds the values of all nodes together; each must be told the same."""
+
+    root: Path
+    capacity_bytes: int
+    thread_count: int = 8
+
+
+def prepare_root(root: Path) -> None:
+    """Once, by hand, with the share mounted: make an empty folder a remote engine. Blocks."""
+    root.mkdir(exist_ok=True)
+    if not (root / MARK_NAME).exists():
+        (root / MARK_NAME).write_text(MARK_TEXT, encoding="ascii")
+
+
+@dataclass(slots=True)
+class Usage:
+    """What lies in the share: the owner's last count, and what was put from here since then."""
+
+    counted_bytes: int = 0
+    stamp: bytes = b""
+    put_bytes: int = 0
+    before_bytes: int = 0  # Put between the last two counts: the last may not have seen it.
+    read_at: float = -USAGE_SECONDS
+
+    @property
+    def used_bytes(self) -> int:
+        return self.counted_bytes + self.put_bytes + self.before_bytes
+
+    def take(self, text: bytes) -> None:
+        """A count as `files_owner.py` writes it: bytes, a space, and what is new in every count."""
+        counted, _, stamp = text.strip().partition(b" ")
+        if counted.isdigit() and stamp != self.stamp:
+            self.counted_bytes, self.stamp = int(counted), stamp
+            self.before_bytes, self.put_bytes = self.put_bytes, 0
+
+
+class FilesEngine:
+    """Implements `RemoteEngine`."""
+
+    def __init__(
+        self, settings: FilesSettings, *, unique: str, clock: Clock = SystemClock()
+    ) -> None:
+        """`unique`: of this life of this daemon, for the names of files being written."""
+        self._clock = clock
+        self._touched: dict[Path, float] = {}  # When to touch it again.
+        self._root = settings.root
+        self._capacity_bytes = settings.capacity_bytes
+        self._unique = unique
+        self._threads = IoThreads("kvtier-share", count=settings.thread_count)
+        self._calls = Calls(settings.thread_count)
+        self._numbers = count()
+        self._usage = Usage()
+
+    @property
+    def name(self) -> str:
+        return f"files:{self._root}"
+
+    async def put(
+        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        works = [partial(self._guarded, partial(self._put, key, value)) for key, value in values]
+        return await self._calls.run(works, timeout_seconds, RemoteOutcome.TIMED_OUT)
+
+    async def get(
+        self, keys: Sequence[RemoteKey], *, value_bytes_max: int, timeout_seconds: float
+    ) -> list[Reply]:
+        works = [
+            partial(self._replied, partial(self._get, self._path(key), value_bytes_max))
+            for key in keys
+        ]
+        return await self._calls.run(works, timeout_seconds, Reply(RemoteOutcome.TIMED_OUT))
+
+    async def exists(
+        self, keys: Sequence[RemoteKey], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        works = [partial(self._guarded, partial(self._exists, key)) for key in keys]
+        return await self._calls.run(works, timeout_seconds, RemoteOutcome.TIMED_OUT)
+
+    async def delete(
+        self, keys: Sequence[RemoteKey], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        works = [partial(self._guarded, partial(self._delete, key)) for key in keys]
+        return await self._calls.run(works, timeout_seconds, RemoteOutcome.TIMED_OUT)
+
+    async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
+        work = partial(self._replied, partial(self._read_record, self._record_folder(key)))
+        [reply] = await self._calls.run([work], timeout_seconds, Reply(RemoteOutcome.TIMED_OUT))
+        return reply
+
+    async def replace_record(
+        self, key: RemoteKey, *, expected: bytes | None, value: bytes, timeout_seconds: float
+    ) -> RemoteOutcome:
+        replace = partial(self._replace_record, self._record_folder(key), expected, value)
+        [outcome] = await self._calls.run(
+            [partial(self._guarded, replace)], timeout_seconds, RemoteOutcome.TIMED_OUT
+        )
+        return outcome
+
+    async def health(self, *, timeout_seconds: float) -> Health:
+        [health] = await self._calls.run(
+            [self._health], timeout_seconds, Health(RemoteOutcome.TIMED_OUT)
+        )
+        return health
+
+    async def close(self) -> None:
+        await self._calls.close(timeout_seconds=1.0)
+        self._threads.shutdown(wait=False)
+
+    async def _put(self, key: RemoteKey, value: Bytes) -> RemoteOutcome:
+        await self._read_usage()
+        if self._usage.used_bytes + value.nbytes > self._capacity_bytes:
+            return RemoteOutcome.FULL
+        self._usage.put_bytes += value.nbytes  # Taken before the first await, given back below.
+        try:
+            return await self._put_reserved(key, value)
+        except OSError:
+            self._usage.put_bytes -= value.nbytes
+            raise
+
+    async def _put_reserved(self, key: RemoteKey, value: Bytes) -> RemoteOutcome:
+        path = self._path(key)
+        arriving = await self._write_arriving(value)
+        try:
+            await self._retried_with_folder(path.parent, partial(self._rename, arriving, path))
+        except OSError:
+            await self._unlink_quietly(arriving)
+            raise
+        return RemoteOutcome.DONE
+
+    async def _get(self, path: Path, value_bytes_max: int) -> Reply:
+        async with aiofiles.open(path, "rb", buffering=0, executor=self._threads) as file:
+            status = await self._in_thread(os.fstat, file.fileno())
+            if status.st_size > value_bytes_max:
+                return Reply(RemoteOutcome.FAILED)
+            value = np.empty(status.st_size, np.uint8)
+            done = 0
+            while done < value.nbytes:
+                count = await file.readinto(value[done:].data)
+                if not count:
+                    return Reply(RemoteOutcome.FAILED)  # It became shorter.
+                done += count
+        if self._clock.now() > self._touched.get(path, 0.0):
+            await self._touch(path)
+        return Reply(RemoteOutcome.DONE, value)
+
+    async def _touch(self, path: Path) -> None:
+        """Eviction goes by this time. On a share that is read only nobody evicts."""
+        if len(self._touched) >= _TOUCHED_MAX:
+            self._touched.clear()
+        self._touched[path] = self._clock.now() + TOUCH_SECONDS
+        with suppress(OSError):
+            await self._in_thread(os.utime, path)
+
+    async def _exists(self, key: RemoteKey) -> RemoteOutcome:
+        await self._in_thread(os.stat, self._path(key))
+        return RemoteOutcome.DONE
+
+    async def _delete(self, key: RemoteKey) -> RemoteOutcome:
+        await self._in_thread(os.unlink, self._path(key))
+        return RemoteOutcome.DONE
+
+    async def _read_record(self, folder: Path) -> Reply:
+        found = await self._newest(folder)
+        if found is None:
+            return Reply(await self._missing())
+        return Reply(RemoteOutcome.DONE, np.frombuffer(found[1], np.uint8))
+
+    async def _replace_record(
+        self, folder: Path, expected: bytes | None, value: bytes
+    ) -> RemoteOutcome:
+        found = await self._newest(folder)
+        number, present = found or (0, None)
+        if present != expected:
+            return RemoteOutcome.LOST
+        arriving = await self._write_arriving(np.frombuffer(value, np.uint8))
+        mine = folder / f"{number + 1:010d}"
+        try:
+            await self._retried_with_folder(folder, partial(self._link, arriving, mine))
+        except FileExistsError:
+            return RemoteOutcome.LOST
+        finally:
+            await self._unlink_quietly(arriving)
+        numbers = await self._numbers_in(folder)
+        if numbers and max(numbers) > number + 1:
+            await self._unlink_quietly(mine)
+            return RemoteOutcome.LOST
+        for old in numbers:
+            if old <= number:
+                await self._unlink_quietly(folder / f"{old:010d}")
+        return RemoteOutcome.DONE
+
+    async def _newest(self, folder: Path) -> tuple[int, bytes] | None:
+        """Number and value of the record as it is now."""
+        for _ in range(_RECORD_READS_MAX):
+            numbers = await self._numbers_in(folder)
+            if not numbers:
+                return None
+            path = folder / f"{max(numbers):010d}"
+            try:
+                async with aiofiles.open(path, "rb", executor=self._threads) as file:
+                    return max(numbers), await file.read(RECORD_BYTES_MAX)
+            except FileNotFoundError:
+                continue  # Replaced, and removed, since the folder was listed.
+        raise TimeoutError(f"{folder}: changed {_RECORD_READS_MAX} times while it was read")
+
+    async def _numbers_in(self, folder: Path) -> list[int]:
+        try:
+            names = await self._in_thread(os.listdir, folder)
+        except FileNotFoundError:
+            return []
+        return [int(name) for name in names if name.isdigit()]
+
+    async def _health(self) -> Health:
+        try:
+            await self._in_thread(os.stat, self._root / MARK_NAME)
+            await self._read_usage(at_once=True)
+        except OSError as error:
+            return Health(outcome_of(error), f"{self._root}: {error.strerror}")
+        return Health(RemoteOutcome.DONE, "", self._usage.used_bytes, self._capacity_bytes)
+
+    async def _read_usage(self, *, at_once: bool = False) -> None:
+        now = self._clock.now()
+        if not at_once and now < self._usage.read_at + USAGE_SECONDS:
+            return
+        self._usage.read_at = now
+        try:
+            async with aiofiles.open(self._root / USAGE_NAME, "rb", executor=self._threads) as file:
+                self._usage.take(await file.read(256))
+        except FileNotFoundError:
+            return  # Nobody has counted yet.
+
+    async def _write_arriving(self, value: Bytes) -> Path:
+        """A complete file that has no place yet; on trouble nothing is left of it."""
+        path = self._root / ARRIVING_NAME / f"{self._unique}.{next(self._numbers)}"
+        try:
+            await self._retried_with_folder(path.parent, partial(self._write, path, value))
+        except OSError:
+            await self._unlink_quietly(path)
+            raise
+        return path
+
+    async def _write(self, path: Path, value: Bytes) -> None:
+        async with aiofiles.open(path, "xb", buffering=0, executor=self._threads) as file:
+            done = 0
+            while done < value.nbytes:
+                done += await file.write(value[done:].data)
+
+    async def _rename(self, source: Path, target: Path) -> None:
+        await self._in_thread(os.replace, source, target)
+
+    async def _link(self, source: Path, target: Path) -> None:
+        await self._in_thread(os.link, source, target)
+
+    async def _retried_with_folder(self, folder: Path, work: Callable[[], Awaitable[None]]) -> None:
+        """Make the folder if that is what is missing and the share is mounted; the owner may remove
+        it again while it is empty."""
+        for _ in range(_FOLDER_ATTEMPTS):
+            with suppress(FileNotFoundError):
+                return await work()
+            await self._in_thread(os.stat, self._root / MARK_NAME)
+            await self._in_thread(partial(os.makedirs, folder, exist_ok=True))
+        raise OSError(errno.EBUSY, "the folder was removed again and again", str(folder))
+
+    async def _unlink_quietly(self, path: Path) -> None:
+        with suppress(OSError):
+            await self._in_thread(os.unlink, path)
+
+    async def _missing(self) -> RemoteOutcome:
+        """ABSENT, unless all is."""
+        try:
+            await self._in_thread(os.stat, self._root / MARK_NAME)
+        except OSError as error:
+            return outcome_of(error)
+        return RemoteOutcome.ABSENT
+
+    async def _guarded(self, work: Callable[[], Awaitable[RemoteOutcome]]) -> RemoteOutcome:
+        try:
+            return await work()
+        except FileNotFoundError:
+            return await self._missing()
+        except OSError as error:
+            return outcome_of(error)
+        except RuntimeError:
+            return RemoteOutcome.BUSY  # Of the threads.
+
+    async def _replied(self, work: Callable[[], Awaitable[Reply]]) -> Reply:
+        try:
+            return await work()
+        except FileNotFoundError:
+            return Reply(await self._missing())
+        except OSError as error:
+            return Reply(outcome_of(error))
+        except RuntimeError:
+            return Reply(RemoteOutcome.BUSY)
+
+    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def _path(self, key: RemoteKey) -> Path:
+        folder, _, name = key.rpartition("/")
+        spread = xxhash.xxh3_64_intdigest(key.encode()) & 0xFF
+        return self._root / VALUES_NAME / folder / f"{spread:02x}" / name
+
+    def _record_folder(self, key: RemoteKey) -> Path:
+        return self._root / RECORDS_NAME / quote(key, safe="")
+
+
+def outcome_of(error: OSError) -> RemoteOutcome:
+    """What an error of the file system means to whoever asked."""
+    if error.errno in _FULL:
+        return RemoteOutcome.FULL
+    if error.errno in _REFUSED:
+        return RemoteOutcome.REFUSED
+    return RemoteOutcome.UNREACHABLE if error.errno in _GONE else RemoteOutcome.FAILED

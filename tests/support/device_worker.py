@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
-
 from kvtier.connector.jobs import FailReason, Job, JobResult, OnboardJob, StepPlan
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stream_lane import StreamLane
 from kvtier.connector.worker import WorkerConnector
 from kvtier.namespace import NamespaceSpec
 from tests.support.clock import ManualClock
+from tests.support.copy_watch import CopyWatch
 from tests.support.fake_client import FakeClient
 from tests.support.fake_gpu import FakeGpu
 from tests.support.memory_connector import BAD_SLOT, SLOT_COUNT, MemoryScheduler
@@ -49,7 +48,7 @@ class DeviceMemoryWorker:
         self._poll_count = 0
         self._flying: dict[int, tuple[int, Job]] = {}  # With the last poll.
         self._ended: dict[int, JobResult] = {}
-        self._computed: dict[tuple[int, int], np.ndarray] = {}  # By job and device block.
+        self._watch = CopyWatch(gpu, self._client.memory[0])
 
     def note_step(self, token_count: int) -> None:
         self._worker.note_step(token_count)
@@ -59,9 +58,7 @@ class DeviceMemoryWorker:
         jobs: list[Job] = [*plan.onboards, *plan.offloads]
         for job in jobs:
             self._flying[job.job_id] = ends_at, job
-        for offload in plan.offloads:
-            for block in offload.device_blocks:
-                self._look(offload.job_id, block)
+        self._watch.note_start(plan)
         self._worker.start(plan)
 
     def poll(self) -> list[JobResult]:
@@ -87,27 +84,20 @@ class DeviceMemoryWorker:
         for result in self._worker.poll():
             self._ended[result.job_id] = result
 
-    def _look(self, job_id: int, block: int) -> None:
-        def see(found: np.ndarray) -> None:
-            self._computed[job_id, block] = found
-
-        self._gpu.look_at(block, see)
-
     def _end(self, job: Job) -> JobResult:
         result = self._ended.pop(job.job_id)
         assert result.failed is None, result
         del self._flying[job.job_id]
         hashes = self._scheduler.hashes_of_job[job.job_id]
-        views = [self._client.memory[0][slot] for slot in job.slots]
+        differing = self._watch.differing(result)
         if isinstance(job, OnboardJob):
             if self._blocks.fails_onboards:
                 return JobResult(job.job_id, 0, FailReason.COPY)
-            for block, view in zip(job.device_blocks, views, strict=True):
-                assert np.array_equal(self._gpu.bytes_of(block), view), "other bytes came in"
+            assert not differing, "other bytes came in"
             self._blocks.onboarded_count += len(hashes)
             return result
-        for block_hash, block, view in zip(hashes, job.device_blocks, views, strict=True):
-            if not np.array_equal(self._computed.pop((job.job_id, block)), view):
+        for block_hash, block, slot in zip(hashes, job.device_blocks, job.slots, strict=True):
+            if block in differing:
                 self._blocks.overwritten.append(block_hash)
-            self._blocks.resident[block_hash] = view
+            self._blocks.resident[block_hash] = self._client.memory[0][slot]
         return result

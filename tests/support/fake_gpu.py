@@ -87,7 +87,9 @@ class FakeGpu(GpuDevice):
                 self.cuda.destroy_event(done)
                 return
             self.meanwhile()
-            self.cuda.advance(self.costs.look_seconds)
+            # Chance makes things last up to a millisecond.
+            is_even = self.cuda.timeline.is_even
+            self.cuda.advance(self.costs.look_seconds if is_even else 100e-6)
         raise AssertionError("the step never ends")
 
     def look_at(self, block: int, see: Callable[[np.ndarray], None]) -> None:

@@ -90,3 +90,10 @@ def test_write_touches_only_the_planned_tokens() -> None:
     write_kv(kv, torch.ones(3, KV_HEADS, HEAD_SIZE), torch.ones(3, KV_HEADS, HEAD_SIZE), plan)
     written = kv[:, 0, :, 0, 0].nonzero().tolist()
     assert written == [[2, 0], [2, 1], [5, 3]]
+
+
+def test_padding_reads_no_block_of_others() -> None:
+    """They may be written meanwhile, by copies for another request."""
+    plan = plan_attention([[5, 2, 7], [3]], [(10, 11), (2, 3)], BLOCK_TOKENS)
+    assert plan.decodes is not None
+    assert plan.decodes.tables.tolist() == [[5, 2, 7], [3, 3, 3]]

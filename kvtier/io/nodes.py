@@ -5,6 +5,8 @@ A node with memory and without processors is how CXL memory looks once the kerne
 
 from __future__ import annotations
 
+import mmap
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +64,16 @@ def read_node(index: int, sysfs: Path = SYSFS) -> Node | None:
     return next((node for node in read_nodes(sysfs) if node.index == index), None)
 
 
-def node_room_bytes(index: int, sysfs: Path = SYSFS) -> int | None:
-    """What can be taken of this node now; None when it does not say."""
-    return _room_bytes(read_fields(sysfs / f"devices/system/node/node{index}/meminfo"))
+def node_room_bytes(
+    index: int, sysfs: Path = SYSFS, zones: Path = Path("/proc/zoneinfo")
+) -> int | None:
+    """What can be taken of this node before anybody is killed for it; None when it does not say.
+
+    Less than is free: below a zone's watermarks the kernel frees memory by force, and what is bound
+    to the node can come from nowhere else.
+    """
+    free = _room_bytes(read_fields(sysfs / f"devices/system/node/node{index}/meminfo"))
+    return None if free is None else max(0, free - _kept_bytes(index, read_text(zones) or ""))
 
 
 def _read_node(index: int, folder: Path, online: list[int]) -> Node:
@@ -97,6 +106,19 @@ def _read_access(number: int, folder: Path) -> AccessClass:
         read_latency_ns=read_number(initiators / "read_latency") or None,
         write_latency_ns=read_number(initiators / "write_latency") or None,
     )
+
+
+def _kept_bytes(index: int, zones: str) -> int:
+    """What the kernel keeps of a node's zones: the high watermark, and the most that is protected
+    from allocations which could have come from a better zone. As in MemAvailable."""
+    kept_pages = 0
+    for section in re.split(r"^(?=Node )", zones, flags=re.MULTILINE):
+        if section.startswith(f"Node {index}, zone "):
+            high = re.search(r"^\s+high\s+(\d+)$", section, re.MULTILINE)
+            protection = re.search(r"^\s+protection: \(([\d, ]+)\)$", section, re.MULTILINE)
+            kept_pages += int(high[1]) if high else 0
+            kept_pages += max(map(int, protection[1].split(","))) if protection else 0
+    return kept_pages * mmap.PAGESIZE
 
 
 def _room_bytes(memory: dict[str, int]) -> int | None:

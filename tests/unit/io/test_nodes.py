@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from functools import partial
 from pathlib import Path
 
 from kvtier.io.nodes import node_room_bytes, read_node, read_nodes
@@ -30,8 +32,33 @@ def test_nodes_keep_their_numbers_and_distances_over_gaps(tmp_path: Path) -> Non
 def test_file_pages_that_nobody_uses_count_as_room(tmp_path: Path) -> None:
     tree = NodeTree(cpus="0", memory_gib=8, free_gib=1, distances="10", idle_file_mib=512)
     write_nodes(tmp_path, {0: tree})
-    assert node_room_bytes(0, tmp_path / "sys") == GIB + 512 * MIB
-    assert node_room_bytes(1, tmp_path / "sys") is None
+    room = partial(node_room_bytes, sysfs=tmp_path / "sys", zones=tmp_path / "zoneinfo")
+    assert room(0) == GIB + 512 * MIB
+    assert room(1) is None
+
+
+def test_what_the_kernel_keeps_for_itself_is_no_room(tmp_path: Path) -> None:
+    """A bound allocation that reaches into it has processes killed."""
+    tree = NodeTree(cpus="0", memory_gib=8, free_gib=1, distances="10 20")
+    write_nodes(tmp_path, {0: tree, 1: tree})
+    zones = """Node 0, zone    DMA32
+  pages free     700000
+        min      100
+        low      200
+        high     1000
+        protection: (0, 0, 24, 24)
+      nr_free_pages 700000
+Node 1, zone   Normal
+  pages free     9
+        high     4000
+        protection: (0, 0, 0, 0)
+Node 1, zone  Movable
+        high     96
+"""
+    write_tree(tmp_path, {"zoneinfo": zones})
+    room = partial(node_room_bytes, sysfs=tmp_path / "sys", zones=tmp_path / "zoneinfo")
+    assert room(0) == GIB - 1024 * mmap.PAGESIZE
+    assert room(1) == GIB - 4096 * mmap.PAGESIZE
 
 
 def test_hmat_is_in_mib_and_the_processors_view_wins(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """`kvtier format PATH… --bytes 8GiB`: make one new NVMe pool of files or block devices.
 
 Several paths are one pool, striped; each has the size that --bytes says (a device, all it has).
-What they held is lost, so paths that hold anything are refused without --force. Exit codes: 0; 2
-when a path is refused, and then nothing was changed.
+What they held is lost, so paths that hold anything are refused without --force. A dax device, such
+as /dev/dax0.0, is made kvtier's in the same way, alone. Exit codes: 0; 2 when a path is refused,
+and then nothing was changed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 from kvtier.cli.output import add_json_argument, bytes_text, print_json
 from kvtier.cli.sizes import size
 from kvtier.errors import BadRequest
+from kvtier.io.dax import find_dax_device
 from kvtier.layout import SEGMENT_BYTES
+from kvtier.pools.dax import format_device
 from kvtier.pools.nvme_paths import PATHS_MAX, format_paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="file or block device")
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="file or device")
     parser.add_argument(
         "--bytes", type=size, dest="length_bytes", metavar="SIZE", help="of each path, as 8GiB"
     )
@@ -35,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     paths: list[Path] = arguments.paths
     if len({path.resolve() for path in paths}) < len(paths):
         raise BadRequest("a path is given twice")
+    if any(path.is_char_device() for path in paths):
+        return _format_dax(paths, arguments)
     if len(paths) > PATHS_MAX:
         raise BadRequest(f"{len(paths)} paths; a pool has at most {PATHS_MAX}")
     if arguments.segment_bytes % 4096:
@@ -43,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         paths,
         arguments.length_bytes,
         pool_id=os.urandom(16),
-        generation=int.from_bytes(os.urandom(8), sys.byteorder),
+        generation=_draw_generation(),
         force=arguments.force,
         segment_bytes=arguments.segment_bytes,
     )
@@ -65,3 +70,28 @@ def run(arguments: argparse.Namespace) -> int:
             f"{bytes_text(geometry.segment_bytes)}, {bytes_text(usable_bytes)} for blocks"
         )
     return 0
+
+
+def _format_dax(paths: list[Path], arguments: argparse.Namespace) -> int:
+    if len(paths) > 1:
+        raise BadRequest("a dax device is a pool of its own: give it alone")
+    if arguments.length_bytes is not None:
+        raise BadRequest("a dax device is used whole: leave --bytes out")
+    device = find_dax_device(paths[0])
+    format_device(device, generation=_draw_generation(), force=arguments.force)
+    if arguments.json:
+        print_json(
+            {
+                "paths": [str(device.path)],
+                "bytes": device.size_bytes,
+                "align_bytes": device.align_bytes,
+                "target_node": device.target_node,
+            }
+        )
+    else:
+        print(f"{device.path} formatted: {bytes_text(device.size_bytes)}")
+    return 0
+
+
+def _draw_generation() -> int:
+    return int.from_bytes(os.urandom(8), sys.byteorder)

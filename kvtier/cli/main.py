@@ -39,6 +39,7 @@ COMMANDS = {
     "match": Command("kvtier.cli.match", "say how much of a file is resident"),
     "format": Command("kvtier.cli.format", "make an NVMe pool of files or devices"),
     "fsck": Command("kvtier.cli.fsck", "verify every block of an NVMe pool that is not in use"),
+    "probe": Command("kvtier.cli.probe", "say what this machine has, and propose a configuration"),
     "size": Command("kvtier.cli.size", "say how much KV a model has and what a tier holds of it"),
     "bench": Command("kvtier.cli.bench", "measure a daemon"),
     "selftest": Command("kvtier.cli.selftest", "try your own engine with and without kvtier"),

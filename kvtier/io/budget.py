@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _UNLIMITED_BYTES = 1 << 62  # cgroup v1 says "no limit" with a number near 2^63.
+_LIMIT_V1 = "memory.limit_in_bytes"
 
 
 def available_bytes(
@@ -21,6 +22,14 @@ def available_bytes(
     return min(known) if known else None
 
 
+def group_limit_bytes(
+    proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """The lowest limit of the memory groups that we are in; None without one."""
+    limits = [_read_number(group / name) for group, name in _groups(proc, cgroup_root)]
+    return min((one for one in limits if one is not None and one < _UNLIMITED_BYTES), default=None)
+
+
 def _machine_bytes(proc: Path) -> int | None:
     found = _read_fields(proc / "meminfo").get("MemAvailable:")
     return None if found is None else found << 10
@@ -28,15 +37,24 @@ def _machine_bytes(proc: Path) -> int | None:
 
 def _group_bytes(proc: Path, cgroup_root: Path) -> Iterator[int | None]:
     """The room in each memory group that we are in, from ours up to the root, v1 and v2."""
+    for group, limit_name in _groups(proc, cgroup_root):
+        if limit_name == _LIMIT_V1:
+            yield _room(group, limit_name, "memory.usage_in_bytes", "total_")
+        else:
+            yield _room(group, limit_name, "memory.current", "")
+
+
+def _groups(proc: Path, cgroup_root: Path) -> Iterator[tuple[Path, str]]:
+    """Each memory group that we are in, and the name of the file that has its limit."""
     for line in _read_text(proc / "self" / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
             for group in _groups_upward(cgroup_root / "memory", path):
-                yield _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+                yield group, _LIMIT_V1
         elif controllers == "":
             for group in _groups_upward(cgroup_root, path):
-                yield _room(group, "memory.max", "memory.current", "")
+                yield group, "memory.max"
 
 
 def _groups_upward(mount: Path, path: str) -> Iterator[Path]:

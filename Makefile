@@ -8,6 +8,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 TORCH ?= torch==2.13.0
 SEED ?=
+MODES ?=
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
@@ -15,13 +16,13 @@ BIN := $(VENV)/bin
 export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 
 # What `make test` leaves to other gates.
-OTHER_GATES := torture or vllm or gpu
+OTHER_GATES := torture or vllm or gpu or cxl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench test-vllm gpu-check proto wheel clean
+.PHONY: help setup check test demo torture sim bench test-vllm test-cxl gpu-check proto wheel clean
 
 help: ## Print this.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with kvtier, the reference engine and the tools; cheap the second time.
 	@bash scripts/setup.sh
@@ -60,6 +61,13 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 test-vllm: ## Tests with real vLLM on CPU, in an environment of its own: up to 16 minutes.
 	@bash scripts/setup_vllm.sh
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+
+test-cxl: setup ## CXL memory, in a virtual machine made here (Debian, root): up to five minutes.
+	$(BIN)/python scripts/cxl_vm.py $(MODES)
+
+test-vllm-versions: ## The same on older versions of vLLM: VERSIONS="0.28.0 0.31.0", TESTS=tests/vllm.
+	@bash scripts/setup_vllm.sh
+	@VERSIONS="$(VERSIONS)" TESTS="$(TESTS)" bash scripts/test_vllm_versions.sh
 
 gpu-check: ## The GPU path on a GPU, which writes kernels/VERIFIED.json: at most ten minutes.
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) scripts/gpu_check.py

@@ -1,0 +1,410 @@
+"""Blocks of one namespace in a remote engine: framed, encoded, compared, counted.
+
+This is what the daemon uses. A block goes out as a copy that is ours (its slot is free again when
+`put` has encoded it, and a call that hangs reads no slot), and comes in through the frame's
+comparisons, the codec and the checksum of its payload. What differs anywhere is a miss with its
+reason, counted; the destination then holds rubbish, and must not be committed.
+
+Batches go in groups: while one is on the link the next is encoded, or the last is decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvtier.checksum import combine_checksums, shard_checksum
+from kvtier.clock import Clock
+from kvtier.codec.codecs import BadEncoding, CodecId, decode, encode
+from kvtier.errors import ConfigError
+from kvtier.io.threads import IoThreads
+from kvtier.memory import Bytes
+from kvtier.pools.remote.breaking import BreakingEngine
+from kvtier.pools.remote.calls import finished
+from kvtier.pools.remote.engine import RemoteOutcome
+from kvtier.pools.remote.frame import (
+    HEADER_BYTES,
+    BlockShape,
+    FrameFault,
+    read_header,
+    write_header,
+)
+from kvtier.pools.remote.keys import block_key
+from kvtier.types import BlockHash
+
+# What is encoded while its predecessor is on the link. Smaller groups overlap better, larger ones
+# make fewer calls; two 2 MiB blocks are a call of a few milliseconds on the fastest link.
+GROUP_BYTES = 4 << 20
+# No encoding is longer than the payload by more than this.
+ENCODED_SLACK_BYTES = 4096
+
+Ending = RemoteOutcome | FrameFault
+"""DONE, or why not."""
+
+T = TypeVar("T")
+
+
+class EpochSource(Protocol):
+    def current_epoch(self) -> int | None:
+        """None: the tier is off for the namespace."""
+        ...
+
+
+class CodecChooser(Protocol):
+    """`policy.codec_choice.CodecChoice`, or a fixed one."""
+
+    def choose(self, payload_bytes: int) -> int: ...
+
+    def take_trial(self) -> int | None: ...
+
+    def note_encoded(
+        self, codec: int, *, payload_bytes: int, encoded_bytes: int, seconds: float
+    ) -> None: ...
+
+    def note_decoded(self, codec: int, *, payload_bytes: int, seconds: float) -> None: ...
+
+    def note_sent(self, *, sent_bytes: int, seconds: float) -> None: ...
+
+    def note_received(self, *, received_bytes: int, seconds: float) -> None: ...
+
+
+class FixedCodec:
+    """A codec that the configuration names."""
+
+    def __init__(self, codec: CodecId) -> None:
+        self._codec = codec
+
+    def choose(self, payload_bytes: int) -> int:
+        return self._codec
+
+    def take_trial(self) -> int | None:
+        return None
+
+    def note_encoded(
+        self, codec: int, *, payload_bytes: int, encoded_bytes: int, seconds: float
+    ) -> None: ...
+
+    def note_decoded(self, codec: int, *, payload_bytes: int, seconds: float) -> None: ...
+
+    def note_sent(self, *, sent_bytes: int, seconds: float) -> None: ...
+
+    def note_received(self, *, received_bytes: int, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLayout:
+    """What the namespace says of its blocks. `width`: bytes of one element of the KV's dtype."""
+
+    fingerprint: bytes
+    shard_count: int
+    payload_bytes: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockViews:
+    """One block in a slot: a view a shard, shard 0 first. `checksum` of the payload, for a put."""
+
+    block: BlockHash
+    shards: Sequence[Bytes]
+    checksum: int = 0
+
+
+class RemoteBlocks:
+    """All methods belong to one event loop; long work goes to the threads."""
+
+    def __init__(
+        self,
+        engine: BreakingEngine,
+        layout: RemoteLayout,
+        epochs: EpochSource,
+        *,
+        chooser: CodecChooser,
+        threads: IoThreads,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._layout = layout
+        self._epochs = epochs
+        self._chooser = chooser
+        self._threads = threads
+        self._clock = clock
+        self._group_count = max(1, GROUP_BYTES // layout.payload_bytes)
+        self.puts: Counter[str] = Counter()  # By how they ended.
+        self.gets: Counter[str] = Counter()
+        self.codecs: Counter[str] = Counter()  # Blocks put, by codec.
+        self.payload_bytes, self.encoded_bytes = 0, 0  # Put.
+
+    async def put(self, blocks: Sequence[BlockViews], *, timeout_seconds: float) -> list[Ending]:
+        """Copy these blocks out. The views are read until this returns, and no longer."""
+        endings = await self._put(blocks, timeout_seconds)
+        self.puts.update(ending.value for ending in endings)
+        return endings
+
+    async def get(self, blocks: Sequence[BlockViews], *, timeout_seconds: float) -> list[Ending]:
+        """Fill the views; those of a block that did not end DONE hold rubbish. They are written to
+        until this returns, and no longer."""
+        endings = await self._get(blocks, timeout_seconds)
+        self.gets.update(ending.value for ending in endings)
+        return endings
+
+    async def exists(
+        self, blocks: Sequence[BlockHash], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        """Whether there is a value under each block's key; only `get` tells what it is."""
+        shape = self._shape()
+        if shape is None:
+            return [RemoteOutcome.OFF] * len(blocks)
+        keys = [block_key(shape.fingerprint, shape.epoch, block) for block in blocks]
+        return await self._engine.exists(keys, timeout_seconds=timeout_seconds)
+
+    async def delete(
+        self, blocks: Sequence[BlockHash], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        """Forget these for all nodes: a block that was found corrupt."""
+        shape = self._shape()
+        if shape is None:
+            return [RemoteOutcome.OFF] * len(blocks)
+        keys = [block_key(shape.fingerprint, shape.epoch, block) for block in blocks]
+        return await self._engine.delete(keys, timeout_seconds=timeout_seconds)
+
+    async def _put(self, blocks: Sequence[BlockViews], timeout_seconds: float) -> list[Ending]:
+        shape = self._shape()
+        if shape is None:
+            return [RemoteOutcome.OFF] * len(blocks)
+        deadline = self._clock.now() + timeout_seconds
+        codec = CodecId(self._chooser.choose(len(blocks) * shape.payload_bytes))
+        endings: list[Ending] = []
+        sending: asyncio.Task[list[Ending]] | None = None
+        try:
+            for group in self._groups(blocks):
+                await self._run_trial(group, shape)
+                frames = await self._encode_group(group, shape, codec)
+                if sending is not None:
+                    endings += await sending
+                sending = asyncio.ensure_future(self._send(group, frames, shape, deadline))
+            if sending is not None:
+                endings += await sending
+        except BaseException:
+            if sending is not None:
+                sending.cancel()
+                await asyncio.wait([sending])
+            raise
+        return endings
+
+    async def _get(self, blocks: Sequence[BlockViews], timeout_seconds: float) -> list[Ending]:
+        shape = self._shape()
+        if shape is None:
+            return [RemoteOutcome.OFF] * len(blocks)
+        deadline = self._clock.now() + timeout_seconds
+        endings: list[Ending] = []
+        decoding: asyncio.Task[list[Ending]] | None = None
+        try:
+            for group in self._groups(blocks):
+                values = await self._receive(group, shape, deadline)
+                if decoding is not None:
+                    endings += await decoding
+                decoding = asyncio.ensure_future(self._decode_group(group, values, shape))
+            if decoding is not None:
+                endings += await decoding
+        finally:
+            if decoding is not None and not decoding.done():
+                await finished(decoding)  # The views are the caller's again when this returns.
+        if self._epochs.current_epoch() != shape.epoch:
+            # Cleared meanwhile, or nobody can tell: law 1.
+            return [FrameFault.EPOCH if one is RemoteOutcome.DONE else one for one in endings]
+        return endings
+
+    async def _encode_group(
+        self, group: Sequence[BlockViews], shape: BlockShape, codec: CodecId
+    ) -> list[Bytes | FrameFault]:
+        began = self._clock.now()
+        frames = await self._in_threads(
+            [partial(framed, one, shape, codec, self._layout.width) for one in group]
+        )
+        encoded = sum(frame.nbytes for frame in frames if not isinstance(frame, FrameFault))
+        payload = len(group) * shape.payload_bytes
+        self._chooser.note_encoded(
+            codec,
+            payload_bytes=payload,
+            encoded_bytes=encoded,
+            seconds=self._clock.now() - began,
+        )
+        self.codecs[codec.name.lower()] += len(group)
+        self.payload_bytes += payload
+        self.encoded_bytes += encoded
+        return frames
+
+    async def _send(
+        self,
+        group: Sequence[BlockViews],
+        frames: Sequence[Bytes | FrameFault],
+        shape: BlockShape,
+        deadline: float,
+    ) -> list[Ending]:
+        values = [
+            (block_key(shape.fingerprint, shape.epoch, one.block), frame)
+            for one, frame in zip(group, frames, strict=True)
+            if not isinstance(frame, FrameFault)
+        ]
+        began = self._clock.now()
+        if began >= deadline:  # Not asked at all: a batch that is late is one trouble, not many.
+            return [RemoteOutcome.TIMED_OUT] * len(group)
+        outcomes = iter(await self._engine.put(values, timeout_seconds=deadline - began))
+        endings: list[Ending] = [
+            frame if isinstance(frame, FrameFault) else next(outcomes) for frame in frames
+        ]
+        if values and all(ending is RemoteOutcome.DONE for ending in endings):
+            sent = sum(frame.nbytes for _, frame in values)
+            self._chooser.note_sent(sent_bytes=sent, seconds=self._clock.now() - began)
+        return endings
+
+    async def _receive(
+        self, group: Sequence[BlockViews], shape: BlockShape, deadline: float
+    ) -> list[Bytes | RemoteOutcome]:
+        keys = [block_key(shape.fingerprint, shape.epoch, one.block) for one in group]
+        began = self._clock.now()
+        if began >= deadline:
+            return [RemoteOutcome.TIMED_OUT] * len(group)
+        replies = await self._engine.get(
+            keys,
+            value_bytes_max=HEADER_BYTES + shape.payload_bytes + ENCODED_SLACK_BYTES,
+            timeout_seconds=deadline - began,
+        )
+        values = [reply.outcome if reply.value is None else reply.value for reply in replies]
+        received = sum(value.nbytes for value in values if not isinstance(value, RemoteOutcome))
+        if all(reply.value is not None for reply in replies):
+            self._chooser.note_received(received_bytes=received, seconds=self._clock.now() - began)
+        return values
+
+    async def _decode_group(
+        self,
+        group: Sequence[BlockViews],
+        values: Sequence[Bytes | RemoteOutcome],
+        shape: BlockShape,
+    ) -> list[Ending]:
+        here = [
+            (one, value)
+            for one, value in zip(group, values, strict=True)
+            if not isinstance(value, RemoteOutcome)
+        ]
+        began = self._clock.now()
+        opened = await self._in_threads(
+            [partial(unframed, value, one, shape) for one, value in here]
+        )
+        seconds = self._clock.now() - began
+        codecs = {found for found in opened if isinstance(found, CodecId)}
+        if len(codecs) == 1 and len(here) == len(group):
+            payload = len(group) * shape.payload_bytes
+            self._chooser.note_decoded(codecs.pop(), payload_bytes=payload, seconds=seconds)
+        found = iter(opened)
+        endings: list[Ending] = []
+        for value in values:
+            ending = value if isinstance(value, RemoteOutcome) else next(found)
+            endings.append(RemoteOutcome.DONE if isinstance(ending, CodecId) else ending)
+            if isinstance(ending, FrameFault):
+                self._engine.note_wrong_value(ending.value)
+        return endings
+
+    async def _run_trial(self, group: Sequence[BlockViews], shape: BlockShape) -> None:
+        """Measure a codec that is not in use as the others are, both ways, and send nothing."""
+        number = self._chooser.take_trial()
+        if number is None:
+            return
+        codec, payload = CodecId(number), len(group) * shape.payload_bytes
+        began = self._clock.now()
+        frames = await self._in_threads(
+            [partial(framed, one, shape, codec, self._layout.width) for one in group]
+        )
+        middle = self._clock.now()
+        encoded = [
+            (BlockViews(one.block, [np.empty_like(view) for view in one.shards]), frame)
+            for one, frame in zip(group, frames, strict=True)
+            if not isinstance(frame, FrameFault)
+        ]
+        await self._in_threads([partial(unframed, frame, one, shape) for one, frame in encoded])
+        if len(encoded) < len(group):
+            return
+        seconds = self._clock.now() - middle
+        sent = sum(frame.nbytes for _, frame in encoded)
+        self._chooser.note_encoded(
+            number, payload_bytes=payload, encoded_bytes=sent, seconds=middle - began
+        )
+        self._chooser.note_decoded(number, payload_bytes=payload, seconds=seconds)
+
+    def _shape(self) -> BlockShape | None:
+        epoch = self._epochs.current_epoch()
+        if epoch is None:
+            return None
+        layout = self._layout
+        return BlockShape(layout.fingerprint, epoch, layout.shard_count, layout.payload_bytes)
+
+    def _groups(self, blocks: Sequence[BlockViews]) -> Iterator[Sequence[BlockViews]]:
+        for start in range(0, len(blocks), self._group_count):
+            yield blocks[start : start + self._group_count]
+
+    async def _in_threads(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """All of them, to their ends, even if we are cancelled: they read or write slots."""
+        loop = asyncio.get_running_loop()
+        calls: list[Awaitable[T]] = [loop.run_in_executor(self._threads, work) for work in works]
+        return await finished(asyncio.gather(*calls))
+
+
+def joined(shards: Sequence[Bytes]) -> Bytes:
+    """The payload in one piece; without a copy when it is in one already."""
+    return shards[0] if len(shards) == 1 else np.concatenate(shards)
+
+
+def framed(one: BlockViews, shape: BlockShape, codec: CodecId, width: int) -> Bytes | FrameFault:
+    """The value to put: a copy. CHECKSUM when the block is not what its checksum says any more."""
+    parts = (
+        list(one.shards)
+        if codec is CodecId.NONE
+        else encode(codec, joined(one.shards), width=width)
+    )
+    frame = np.empty(HEADER_BYTES + sum(part.nbytes for part in parts), np.uint8)
+    np.concatenate(parts, out=frame[HEADER_BYTES:])
+    # Of what goes out where it can be; a block that is scribbled over now is found out at the get.
+    payload = frame[HEADER_BYTES:] if codec is CodecId.NONE else None
+    shards = one.shards if payload is None else split(payload, shape)
+    if block_checksum_of(shards) != one.checksum:
+        return FrameFault.CHECKSUM
+    write_header(frame, shape, one.block, codec=codec, checksum=one.checksum)
+    return frame
+
+
+def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> CodecId | FrameFault:
+    """Fill the block's views from the value, if it is the block; its codec then."""
+    header = read_header(value, shape, one.block)
+    if isinstance(header, FrameFault):
+        return header
+    try:
+        codec = CodecId(header.codec)
+        payload = value[HEADER_BYTES:]
+        if codec is not CodecId.NONE:
+            payload = np.empty(shape.payload_bytes, np.uint8)
+            decode(codec, value[HEADER_BYTES:], payload)
+        elif payload.nbytes != shape.payload_bytes:
+            return FrameFault.SHAPE
+    except (ValueError, BadEncoding, ConfigError):
+        return FrameFault.CODEC
+    for view, shard in zip(one.shards, split(payload, shape), strict=True):
+        np.copyto(view, shard)
+    if block_checksum_of(one.shards) != header.checksum:
+        return FrameFault.CHECKSUM
+    return codec
+
+
+def split(payload: Bytes, shape: BlockShape) -> list[Bytes]:
+    size = shape.shard_bytes
+    return [payload[start : start + size] for start in range(0, payload.nbytes, size)]
+
+
+def block_checksum_of(shards: Sequence[Bytes]) -> int:
+    return combine_checksums([shard_checksum(shard.data) for shard in shards])

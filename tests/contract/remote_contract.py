@@ -17,7 +17,8 @@ from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome
 
 T = TypeVar("T")
 SECONDS = 10.0
-BIG = 1 << 30
+BIG = 6 << 20
+SMALL = 4 << 10  # With this the members of a batch may share calls.
 DONE, ABSENT, LOST = RemoteOutcome.DONE, RemoteOutcome.ABSENT, RemoteOutcome.LOST
 
 
@@ -81,7 +82,7 @@ class RemoteEngineContract(ABC):
                 [(key_of("a"), value_of(1)), (key_of("c"), value_of(3))], timeout_seconds=SECONDS
             )
             keys = [key_of(name) for name in "abc"]
-            replies = await engine.get(keys, value_bytes_max=BIG, timeout_seconds=SECONDS)
+            replies = await engine.get(keys, value_bytes_max=SMALL, timeout_seconds=SECONDS)
             assert [reply.outcome for reply in replies] == [DONE, ABSENT, DONE]
             assert is_value(replies[2].value, 3)
             assert await engine.exists(keys, timeout_seconds=SECONDS) == [DONE, ABSENT, DONE]
@@ -109,7 +110,7 @@ class RemoteEngineContract(ABC):
 
         self.run(play, 2)
 
-    def test_a_value_that_is_too_long_is_not_taken_into_memory(self) -> None:
+    def test_a_value_that_is_too_long_is_refused(self) -> None:
         async def play(engine: RemoteEngine) -> None:
             await engine.put([(key_of("a"), value_of(1, 2000))], timeout_seconds=SECONDS)
             [reply] = await engine.get([key_of("a")], value_bytes_max=1999, timeout_seconds=SECONDS)
@@ -125,7 +126,7 @@ class RemoteEngineContract(ABC):
             assert await engine.put(values, timeout_seconds=SECONDS) == [DONE] * 300
             keys = [key for key, _ in values]
             assert await engine.exists(keys, timeout_seconds=SECONDS) == [DONE] * 300
-            replies = await engine.get(keys, value_bytes_max=BIG, timeout_seconds=SECONDS)
+            replies = await engine.get(keys, value_bytes_max=SMALL, timeout_seconds=SECONDS)
             assert all(is_value(reply.value, n, 64) for n, reply in enumerate(replies))
 
         self.run(play)

@@ -1,0 +1,327 @@
+"""Valkey or Redis (7 or newer) as a remote engine: one server or a cluster, with TLS and users.
+
+Blocks are plain strings. They go in pipelines of SET and GET, not by MSET and MGET: so each member
+has an outcome of its own (a server that becomes full takes some), may have a lifetime, and in a
+cluster goes to its own node. Pipelines are bounded in bytes, for a server answers nobody else while
+it copies one. A record is changed by a script, which may run even when the server is full.
+
+What the server evicts is a miss; that holds for records as well. With replicas a failover may bring
+an old record back: see epochs.py for what is done then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.memory import Bytes
+from kvtier.pools.remote.calls import ended_in_time
+from kvtier.pools.remote.engine import Health, RemoteKey, RemoteOutcome, Reply
+
+# A pipeline of so much is a call of a few milliseconds. One larger block is one call.
+PIPELINE_BYTES_MAX = 8 << 20
+PIPELINE_COMMANDS_MAX = 512
+# Enough to fill a link beside a server that has one thread; more would only queue there.
+CONNECTIONS_MAX = 4
+
+_REPLACE_RECORD = """#!lua flags=allow-oom
+local present = redis.call('GET', KEYS[1])
+local same = present == ARGV[2]
+if ARGV[1] == 'none' then same = present == false end
+if not same then return 0 end
+redis.call('SET', KEYS[1], ARGV[3])
+return 1
+"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTls:
+    """Paths of PEM files. With `certificate` and `private_key` the server can know us by them."""
+
+    authorities: str
+    certificate: str | None = None
+    private_key: str | None = None
+    check_hostname: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """`addresses`: of a cluster some nodes, from which the others are learned."""
+
+    addresses: tuple[tuple[str, int], ...]
+    is_cluster: bool = False
+    username: str | None = None
+    password: str | None = None
+    tls: RedisTls | None = None
+    lifetime_seconds: float | None = None  # Of a value since it was put; None: until evicted.
+
+    def __repr__(self) -> str:
+        return f"RedisSettings({self.addresses}, is_cluster={self.is_cluster})"  # No secrets.
+
+
+class RedisEngine:
+    """Implements `RemoteEngine`. Made in a running loop, to which it belongs."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        """Connects with the first call. Raises ConfigError when `redis` is not installed."""
+        assert settings.addresses, "no address to connect to"
+        self._settings = settings
+        self._client = _cluster_of(settings) if settings.is_cluster else _server_of(settings)
+        # A cluster's client has as many connections to each node as there are calls.
+        self._places = asyncio.Semaphore(CONNECTIONS_MAX)
+
+    @property
+    def name(self) -> str:
+        host, port = self._settings.addresses[0]
+        return f"redis:{host}:{port}"
+
+    async def put(
+        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        seconds = self._settings.lifetime_seconds
+        more = ("PX", round(seconds * 1000)) if seconds is not None else ()
+        commands = [("SET", key, value.data, *more) for key, value in values]
+        sizes = [value.nbytes for _, value in values]
+        found = await self._run(commands, sizes, timeout_seconds)
+        return [one if isinstance(one, RemoteOutcome) else RemoteOutcome.DONE for one in found]
+
+    async def get(
+        self, keys: Sequence[RemoteKey], *, value_bytes_max: int, timeout_seconds: float
+    ) -> list[Reply]:
+        sizes = [value_bytes_max] * len(keys)
+        found = await self._run([("GET", key) for key in keys], sizes, timeout_seconds)
+        return [_reply(one, value_bytes_max) for one in found]
+
+    async def exists(
+        self, keys: Sequence[RemoteKey], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        found = await self._run([("EXISTS", key) for key in keys], [0] * len(keys), timeout_seconds)
+        return [_counted(one) for one in found]
+
+    async def delete(
+        self, keys: Sequence[RemoteKey], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        found = await self._run([("UNLINK", key) for key in keys], [0] * len(keys), timeout_seconds)
+        return [_counted(one) for one in found]
+
+    async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
+        [found] = await self._run([("GET", key)], [0], timeout_seconds)
+        return _reply(found, None)
+
+    async def replace_record(
+        self, key: RemoteKey, *, expected: bytes | None, value: bytes, timeout_seconds: float
+    ) -> RemoteOutcome:
+        which = "none" if expected is None else "same"
+        call = partial(
+            self._client.execute_command,
+            *("EVAL", _REPLACE_RECORD, 1, key, which, expected or b"", value),
+        )
+        found = await self._in_time(call, timeout_seconds)
+        if isinstance(found, RemoteOutcome):
+            return found
+        return RemoteOutcome.DONE if found == 1 else RemoteOutcome.LOST
+
+    async def health(self, *, timeout_seconds: float) -> Health:
+        call = self._memory_of_cluster if self._settings.is_cluster else self._memory
+        found = await self._in_time(call, timeout_seconds)
+        if isinstance(found, RemoteOutcome):
+            return Health(found, self.name)
+        used, capacity = found
+        return Health(RemoteOutcome.DONE, "", used, capacity or None)
+
+    async def close(self) -> None:
+        await ended_in_time([self._client.aclose()], 1.0, None)
+
+    async def _run(
+        self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], timeout_seconds: float
+    ) -> list[Any]:
+        """What each command was answered, or its outcome when that is trouble."""
+        groups = list(_groups(commands, sizes))
+        late = RemoteOutcome.TIMED_OUT
+        found = await ended_in_time(
+            [self._run_group(group) for group in groups], timeout_seconds, None
+        )
+        return [
+            one
+            for group, answers in zip(groups, found, strict=True)
+            for one in (answers if answers is not None else [late] * len(group))
+        ]
+
+    async def _run_group(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        async with self._places:
+            try:
+                if len(commands) == 1:
+                    return [await self._client.execute_command(*commands[0])]
+                pipeline = _pipeline_of(self._client, is_cluster=self._settings.is_cluster)
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers = await pipeline.execute(raise_on_error=False)
+            except Exception as error:  # noqa: BLE001  # Whatever the client raises is an outcome.
+                return [outcome_of(error)] * len(commands)
+        return [outcome_of(one) if isinstance(one, Exception) else one for one in answers]
+
+    async def _in_time(
+        self, call: Callable[[], Awaitable[T]], timeout_seconds: float
+    ) -> T | RemoteOutcome:
+        async def work() -> T | RemoteOutcome:
+            async with self._places:
+                try:
+                    return await call()
+                except Exception as error:  # noqa: BLE001  # As above.
+                    return outcome_of(error)
+
+        late: T | RemoteOutcome = RemoteOutcome.TIMED_OUT
+        [found] = await ended_in_time([work()], timeout_seconds, late)
+        return found
+
+    async def _memory(self) -> tuple[int, int]:
+        """Used and most; 0 where there is no limit."""
+        facts = await self._client.info("memory")
+        return int(facts["used_memory"]), int(facts.get("maxmemory", 0))
+
+    async def _memory_of_cluster(self) -> tuple[int, int]:
+        facts = await self._client.info("memory", target_nodes="primaries")
+        nodes = [facts] if "used_memory" in facts else list(facts.values())
+        used = sum(int(node["used_memory"]) for node in nodes)
+        return used, sum(int(node.get("maxmemory", 0)) for node in nodes)
+
+
+def outcome_of(error: Exception) -> RemoteOutcome:
+    """What an error of the client means to whoever asked."""
+    from redis import exceptions
+
+    text = str(error)
+    if isinstance(error, exceptions.OutOfMemoryError) or text.startswith("OOM"):
+        return RemoteOutcome.FULL
+    refused = (
+        exceptions.AuthenticationError,
+        exceptions.AuthorizationError,
+        exceptions.NoPermissionError,
+        exceptions.ReadOnlyError,
+    )
+    if isinstance(error, refused) or text.startswith(("NOAUTH", "WRONGPASS", "MISCONF", "NOPERM")):
+        return RemoteOutcome.REFUSED
+    if isinstance(error, exceptions.TimeoutError | TimeoutError):
+        return RemoteOutcome.TIMED_OUT
+    gone = (
+        exceptions.ConnectionError,
+        exceptions.ClusterDownError,
+        exceptions.MasterDownError,
+        exceptions.RedisClusterException,
+        OSError,
+    )
+    return RemoteOutcome.UNREACHABLE if isinstance(error, gone) else RemoteOutcome.FAILED
+
+
+def _groups(
+    commands: Sequence[tuple[Any, ...]], sizes: Sequence[int]
+) -> Iterator[list[tuple[Any, ...]]]:
+    """Runs of commands that go in one pipeline each."""
+    group: list[tuple[Any, ...]] = []
+    group_bytes = 0
+    for command, size in zip(commands, sizes, strict=True):
+        is_full = len(group) >= PIPELINE_COMMANDS_MAX or group_bytes + size > PIPELINE_BYTES_MAX
+        if group and is_full:
+            yield group
+            group, group_bytes = [], 0
+        group.append(command)
+        group_bytes += size
+    if group:
+        yield group
+
+
+def _reply(found: Any, value_bytes_max: int | None) -> Reply:
+    if isinstance(found, RemoteOutcome):
+        return Reply(found)
+    if found is None:
+        return Reply(RemoteOutcome.ABSENT)
+    if not isinstance(found, bytes) or (
+        value_bytes_max is not None and len(found) > value_bytes_max
+    ):
+        return Reply(RemoteOutcome.FAILED)
+    return Reply(RemoteOutcome.DONE, np.frombuffer(found, np.uint8))
+
+
+def _counted(found: Any) -> RemoteOutcome:
+    """Of a command that answers how many of its one key there were."""
+    if isinstance(found, RemoteOutcome):
+        return found
+    return RemoteOutcome.DONE if found == 1 else RemoteOutcome.ABSENT
+
+
+def _pipeline_of(client: Any, *, is_cluster: bool) -> Any:
+    return client.pipeline() if is_cluster else client.pipeline(transaction=False)
+
+
+def _server_of(settings: RedisSettings) -> Any:
+    _need_redis()
+    from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    host, port = settings.addresses[0]
+    pool = BlockingConnectionPool(
+        max_connections=CONNECTIONS_MAX,
+        timeout=None,  # The calls' own deadlines bound the wait.
+        connection_class=Connection if settings.tls is None else SSLConnection,
+        host=host,
+        port=port,
+        username=settings.username,
+        password=settings.password,
+        # A record changed by a call whose answer was lost must not be tried again and told LOST.
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=None,
+        **_tls_arguments(settings.tls),
+    )
+    return Redis.from_pool(pool)
+
+
+def _cluster_of(settings: RedisSettings) -> Any:
+    _need_redis()
+    from redis.asyncio.cluster import ClusterNode, RedisCluster
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    more = _tls_arguments(settings.tls)
+    if more:
+        more["ssl"] = True
+    return RedisCluster(
+        startup_nodes=[ClusterNode(host, port) for host, port in settings.addresses],
+        username=settings.username,
+        password=settings.password,
+        require_full_coverage=False,  # What nodes are there serve what is theirs.
+        max_connections=2 * CONNECTIONS_MAX,
+        # For slots that move: the client learns the nodes anew and asks once more.
+        retry=Retry(NoBackoff(), 1),
+        socket_timeout=None,
+        **more,
+    )
+
+
+def _tls_arguments(tls: RedisTls | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_ca_certs": tls.authorities,
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.private_key,
+        "ssl_check_hostname": tls.check_hostname,
+        "ssl_cert_reqs": "required",
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }
+
+
+def _need_redis() -> None:
+    try:
+        import redis.asyncio  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"a Redis tier needs kvtier[remote] ({error})") from None

@@ -231,7 +231,7 @@ def test_a_caller_that_is_cancelled_gets_its_views_back_untouched_from_then_on()
     async def work(rig: RemoteRig, shelf: Shelf) -> None:
         await rig.put(range(4))
         shelf.delay_seconds = 0.005  # So that one group is under way while another is decoded.
-        for moment in range(12):
+        for moment in range(8):
             place = np.zeros((4, rig.payload_bytes), np.uint8)
             blocks = [BlockViews(hash_of(n), shards_of(place[n])) for n in range(4)]
             getting = asyncio.ensure_future(rig.blocks.get(blocks, timeout_seconds=5.0))

@@ -108,6 +108,11 @@ class Breaker:
         ):
             self._open(now)
 
+    def on_given_up(self, ticket: int) -> None:
+        """The caller was cancelled: that tells nothing; a trial's place is free again."""
+        if ticket == self._life:
+            self._trial_since = None
+
     def take_changes(self) -> list[BreakerChange]:
         """Changes of state since the last time, oldest first."""
         changes = list(self._changes)

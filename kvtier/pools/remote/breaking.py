@@ -157,9 +157,7 @@ class BreakingEngine:
         try:
             found = await call()
         except BaseException:
-            # Given up by the caller, or a mistake of ours: a trial that says nothing is no success.
-            breaker.on_trouble(ticket, "cancelled", now=self._clock.now())
-            self._tell(breaker, side)
+            breaker.on_given_up(ticket)
             raise
         if reason := trouble(found):
             breaker.on_trouble(ticket, reason, now=self._clock.now())

@@ -64,11 +64,11 @@ def test_slabs_share_no_byte_and_lie_where_the_source_says(
 
 def test_a_device_that_is_full_refuses_and_a_place_comes_back(source: DaxSource) -> None:
     slabs = [slab_of(source, number) for number in range(1, PLACES + 1)]
-    assert (source.slab_count_max, source.room_bytes()) == (PLACES, 0)
+    assert (source.slab_count_max, source.free_bytes()) == (PLACES, 0)
     with pytest.raises(OSError, match="no place for another slab"):
         slab_of(source, 9)
     source.end(slabs[1])
-    assert source.room_bytes() == SLAB_BYTES
+    assert source.free_bytes() == SLAB_BYTES
     assert slab_of(source, 10).length_bytes == SLAB_BYTES
 
 
@@ -85,12 +85,12 @@ def test_a_place_that_somebody_still_looks_at_is_given_to_nobody(source: DaxSour
     view = slabs[0].mapping.array
     view[:] = 1
     source.end(slabs[0])
-    assert source.room_bytes() == 0
+    assert source.free_bytes() == 0
     with pytest.raises(OSError, match="no place"):
         slab_of(source, 9)
     assert (view == 1).all()
     del view
-    assert source.room_bytes() == SLAB_BYTES
+    assert source.free_bytes() == SLAB_BYTES
     assert not slab_of(source, 10).mapping.array.any()
 
 
@@ -104,7 +104,7 @@ def test_populating_can_be_given_up_and_the_place_comes_back(tmp_path: Path) -> 
             SlabId(1), slab_bytes, clock=SystemClock(), is_cancelled=lambda: next(asked)
         )
     gc.collect()  # The exception held a view.
-    assert source.room_bytes() == slab_bytes
+    assert source.free_bytes() == slab_bytes
     assert source.check_invariants() == []
     source.close()
 

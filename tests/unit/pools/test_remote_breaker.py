@@ -69,6 +69,21 @@ def test_only_one_call_at_a_time_is_a_trial() -> None:
     assert breaker.begin(now=31.0) is not None, "a trial that never reports is given up"
 
 
+def test_a_call_that_its_caller_gave_up_tells_nothing() -> None:
+    breaker = breaker_of()
+    for _ in range(10):
+        ticket = breaker.begin(now=0.0)
+        assert ticket is not None
+        breaker.on_given_up(ticket)
+    assert breaker.state is BreakerState.CLOSED
+    breaker = opened()
+    trial = breaker.begin(now=1.0)
+    assert trial is not None
+    breaker.on_given_up(trial)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.begin(now=1.0) is not None, "another one may try"
+
+
 def test_a_good_trial_closes_it() -> None:
     breaker = opened()
     success(breaker, 1.0)

@@ -230,12 +230,13 @@ def test_a_caller_that_is_cancelled_gets_its_views_back_untouched_from_then_on()
 
     async def work(rig: RemoteRig, shelf: Shelf) -> None:
         await rig.put(range(4))
-        shelf.delay_seconds = 0.005  # So that one group is under way while another is decoded.
-        for moment in range(8):
+        for moment in range(16):
+            # Now and then one group is under way while another is decoded.
+            shelf.delay_seconds = 0.005 * (moment % 2)
             place = np.zeros((4, rig.payload_bytes), np.uint8)
             blocks = [BlockViews(hash_of(n), shards_of(place[n])) for n in range(4)]
             getting = asyncio.ensure_future(rig.blocks.get(blocks, timeout_seconds=5.0))
-            await asyncio.sleep(0.002 * moment)
+            await asyncio.sleep(0.001 * moment)
             getting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await getting

@@ -22,6 +22,8 @@ from kvtier.config_values import (
     Address,
     Choice,
     Count,
+    Emulation,
+    EmulationValue,
     Fraction,
     Kind,
     NodeNumber,
@@ -29,6 +31,7 @@ from kvtier.config_values import (
     PathValue,
     Seconds,
     Size,
+    Switch,
     Text,
 )
 from kvtier.errors import ConfigError
@@ -121,6 +124,49 @@ class DramConfig:
         0.98, Fraction(0.0, 1.0), "Share of a namespace's slots at which eviction stops."
     )
     policy: str = option("lru", Choice("lru"), "Eviction policy: lru evicts a chain's tail first.")
+
+
+@dataclass(frozen=True, slots=True)
+class CxlConfig:
+    """The CXL tier. No daemon uses it yet: one that finds `node`, `dax` or `emulate` set ends."""
+
+    node: int = option(
+        ANY_NODE,
+        NodeNumber("none"),
+        "NUMA node without processors that is the tier; `kvtier probe` lists them.",
+    )
+    dax: str = option(
+        "",
+        PathValue(),
+        "Device such as /dev/dax0.0 that is the tier. One that holds somebody else's bytes is "
+        "refused, see `kvtier format`.",
+    )
+    single_tenant: bool = option(
+        False,
+        Switch(),
+        "All who may connect are one tenant, so that engines may map the dax device, with every "
+        "block on it. Otherwise blocks reach them through DRAM.",
+    )
+    emulate: Emulation | None = option(
+        None,
+        EmulationValue(),
+        "Ordinary memory, slowed down to this, is the tier; for tries without CXL memory.",
+    )
+    bytes: int = option(
+        AUTO,
+        Size(2 * MIB, 64 << 40, auto=True),
+        "Memory for blocks. auto: all that the node or the device has; of no use with emulate.",
+    )
+    slab_bytes: int = option(
+        AUTO,
+        Size(2 * MIB, GIB, auto=True),
+        "Size of one slab, as dram.slab_bytes; on a device a multiple of its alignment.",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is to be a CXL tier."""
+        return self.node != ANY_NODE or self.dax != "" or self.emulate is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +269,7 @@ class Config:
 
     server: ServerConfig = ServerConfig()
     dram: DramConfig = DramConfig()
+    cxl: CxlConfig = CxlConfig()
     nvme: NvmeConfig = NvmeConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
@@ -231,7 +278,14 @@ class Config:
 
 
 Section = (
-    ServerConfig | DramConfig | NvmeConfig | LeaseConfig | GrpcConfig | AdminConfig | LogConfig
+    ServerConfig
+    | DramConfig
+    | CxlConfig
+    | NvmeConfig
+    | LeaseConfig
+    | GrpcConfig
+    | AdminConfig
+    | LogConfig
 )
 
 
@@ -304,12 +358,30 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"dram.slab_bytes is {dram.slab_bytes}: it may be at most dram.bytes ({dram.bytes})"
         )
+    _check_cxl(config.cxl)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())
         if place in real:
             raise ConfigError(f"nvme.paths names one file twice: {real[place]} and {path}")
         real[place] = path
+
+
+def _check_cxl(cxl: CxlConfig) -> None:
+    given = {
+        "cxl.node": cxl.node != ANY_NODE,
+        "cxl.dax": cxl.dax != "",
+        "cxl.emulate": cxl.emulate is not None,
+    }
+    named = [name for name, is_given in given.items() if is_given]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} are set: the tier is one of them")
+    if cxl.emulate is not None and cxl.bytes == AUTO:
+        raise ConfigError("cxl.emulate needs cxl.bytes: there is no memory whose size would do")
+    if cxl.single_tenant and not cxl.dax:
+        raise ConfigError("cxl.single_tenant is about cxl.dax, which is not set")
+    if cxl.slab_bytes != AUTO and cxl.slab_bytes % (2 * MIB):
+        raise ConfigError(f"cxl.slab_bytes is {cxl.slab_bytes}: it must be a multiple of 2 MiB")
 
 
 def slab_bytes_for(budget_bytes: int) -> int:

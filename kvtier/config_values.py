@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +14,12 @@ AUTO = -1
 """Stands for `auto` in a size: the daemon works it out when it starts."""
 
 ANY_NODE = -1
-"""Stands for `any` where a NUMA node may be named."""
+"""Stands for `any`, or `none`, where a NUMA node may be named."""
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_RATES = {"MB/s": 1e6, "GB/s": 1e9}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+_WITH_UNIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z/]+)\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -127,12 +131,13 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class NodeNumber:
-    """The number of a NUMA node, or "any"."""
+    """The number of a NUMA node, or a word for its absence."""
 
+    absent: str = "any"
     high: int = 1023
 
     def check(self, name: str, value: object) -> object:
-        if value in ("any", ANY_NODE):
+        if value in (self.absent, ANY_NODE):
             return ANY_NODE
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} is {value!r}: it may be {self.describe()}")
@@ -142,10 +147,70 @@ class NodeNumber:
         return int(text) if text.isdecimal() else text
 
     def describe(self) -> str:
-        return f"any, or 0 to {self.high}"
+        return f"{self.absent}, or 0 to {self.high}"
 
     def show(self, value: object) -> str:
-        return "any" if value == ANY_NODE else str(value)
+        return self.absent if value == ANY_NODE else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """true or false."""
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: it may be true or false")
+        return value
+
+    def from_text(self, text: str) -> object:
+        return {"true": True, "false": False}.get(text, text)
+
+    def describe(self) -> str:
+        return "true, false"
+
+    def show(self, value: object) -> str:
+        return "true" if value else "false"
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """How fast a tier is to seem."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmulationValue:
+    """A bandwidth and a latency, as a table; on the command line with a comma between them."""
+
+    def check(self, name: str, value: object) -> object:
+        if value is None or value == "off":
+            return None
+        if not isinstance(value, dict) or not {"bandwidth"} <= set(value) <= {
+            "bandwidth",
+            "latency",
+        }:
+            raise ConfigError(f"{name} is {value!r}: it may be {self.describe()}")
+        rate = _with_unit(f"{name}.bandwidth", value["bandwidth"], _RATES)
+        latency = _with_unit(f"{name}.latency", value.get("latency", "0ns"), _TIMES)
+        _in_range(f"{name}.bandwidth", rate, 1e6, 1e12)
+        _in_range(f"{name}.latency", latency, 0.0, 1.0)
+        return Emulation(rate, latency)
+
+    def from_text(self, text: str) -> object:
+        rate, comma, latency = text.partition(",")
+        if text == "off":
+            return text
+        return {"bandwidth": rate, "latency": latency} if comma else {"bandwidth": rate}
+
+    def describe(self) -> str:
+        return 'off, or a table such as { bandwidth = "4GB/s", latency = "400ns" }'
+
+    def show(self, value: object) -> str:
+        if not isinstance(value, Emulation):
+            return "off"
+        return f"{value.bytes_per_second / 1e9:g}GB/s, {value.latency_seconds * 1e9:g}ns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +353,14 @@ def _parse_size(name: str, text: str) -> int:
             f"{name} is {text!r}: it must be a size such as 4GiB (units: KiB, MiB, GiB, TiB)"
         )
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _with_unit(name: str, value: object, units: Mapping[str, float]) -> float:
+    """ "4GB/s" or "400ns"; whole and broken numbers."""
+    found = _WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if found is None or found[2] not in units:
+        raise ConfigError(f"{name} is {value!r}: write a number with its unit ({', '.join(units)})")
+    return float(found[1]) * units[found[2]]
 
 
 def _is_loopback(host: str) -> bool:

@@ -85,7 +85,11 @@ class DaxSource:
     def slab_count_max(self) -> int:
         return _slab_count(self._device, self._slab_bytes)
 
-    def room_bytes(self) -> int:
+    def room_bytes(self) -> None:
+        """Not told: a device that is full refuses, which harms nobody."""
+
+    def free_bytes(self) -> int:
+        """What slabs could be made of now."""
         with self._lock:
             self._reap()
             return len(self._free) * self._slab_bytes

@@ -92,6 +92,8 @@ class Parts:
 
 def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: int) -> Plan:
     """Work out `auto`: a quarter of what is available, cut into slabs."""
+    if config.cxl.is_set:
+        raise ConfigError("[cxl] names a tier that this daemon does not use yet: leave it out")
     budget_bytes = config.dram.bytes
     if budget_bytes == AUTO:
         available = available_bytes()

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import config
 from kvtier.config import MIB, Config, load, parse, slab_bytes_for
-from kvtier.config_values import ANY_NODE, AUTO, format_bytes
+from kvtier.config_values import ANY_NODE, AUTO, Emulation, format_bytes
 from kvtier.errors import ConfigError
 
 
@@ -105,6 +105,61 @@ def test_a_node_is_a_number_or_any() -> None:
     assert load(None, {"dram.node": "1"}).dram.node == 1
     assert load(None, {"dram.node": "any"}).dram.node == ANY_NODE
     assert parse({"dram": {"node": 0}}).dram.node == 0
+
+
+@pytest.mark.parametrize(
+    ("emulate", "line"),
+    [
+        ("4GB/s", "cxl.emulate is '4GB/s': it may be off, or a table such as"),
+        ({"latency": "1us"}, "it may be off, or a table such as"),
+        ({"bandwidth": "4GB/s", "burst": 1}, "it may be off, or a table such as"),
+        (
+            {"bandwidth": "4GiB"},
+            "cxl.emulate.bandwidth is '4GiB': write a number with its unit (MB/s, GB/s)",
+        ),
+        ({"bandwidth": 4}, "cxl.emulate.bandwidth is 4: write a number with its unit"),
+        (
+            {"bandwidth": "4GB/s", "latency": "9"},
+            "cxl.emulate.latency is '9': write a number with its unit (ns, us, ms)",
+        ),
+        ({"bandwidth": "0GB/s"}, "cxl.emulate.bandwidth is 0.0: it may be 1e+06 to 1e+12"),
+    ],
+)
+def test_what_a_tier_is_to_seem_like_is_a_bandwidth_and_a_latency(
+    emulate: object, line: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse({"cxl": {"emulate": emulate}})
+    assert line in str(raised.value)
+
+
+def test_emulation_is_a_table_and_has_a_comma_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text(
+        '[cxl]\nbytes = "1GiB"\nemulate = { bandwidth = "2.5GB/s", latency = "400ns" }\n'
+    )
+    assert load(file).cxl.emulate == Emulation(2.5e9, pytest.approx(400e-9))
+    assert load(file, {"cxl.emulate": "off"}).cxl.emulate is None
+    assert load(file, {"cxl.emulate": "80MB/s"}).cxl.emulate == Emulation(80e6, 0.0)
+    assert load(file, {"cxl.emulate": "1GB/s,2us"}).cxl.emulate == Emulation(1e9, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"node": "1", "dax": "/dev/dax0.0"}, "cxl.node and cxl.dax are set: the tier is one"),
+        ({"emulate": "1GB/s"}, "cxl.emulate needs cxl.bytes"),
+        ({"single_tenant": "true"}, "cxl.single_tenant is about cxl.dax, which is not set"),
+        ({"single_tenant": "yes"}, "cxl.single_tenant is 'yes': it may be true or false"),
+        ({"slab_bytes": "5MB"}, "cxl.slab_bytes is '5MB': it must be a size"),
+        ({"slab_bytes": "3MiB"}, "it must be a multiple of 2 MiB"),
+        ({"node": "near"}, "cxl.node is 'near': it may be none, or 0 to 1023"),
+    ],
+)
+def test_a_cxl_tier_is_one_kind_of_memory(overrides: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, {f"cxl.{name}": value for name, value in overrides.items()})
+    assert line in str(raised.value)
 
 
 def test_one_file_by_two_names_is_refused(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Mover(Protocol):
 
     def steps(self, progress: CopyProgress) -> Iterator[None]:
         """Called in the engine's thread; the lane's then goes through it, step by step. Never
-        raises: a failure ends it and stands in `progress`."""
+        raises: a failure ends it and stands in `progress`, at once if nothing was begun."""
         ...
 
 
@@ -84,6 +84,7 @@ class CopyProgress:
         self.done_count = 0  # Blocks copied; the first one that failed has this index.
         self.seconds = 0.0
         self.checksums: list[int] = []
+        self.is_begun = False  # Its slots are held, before the lane has seen it.
 
     def fail(self, reason: FailReason, message: str = "") -> None:
         self.failed, self.message = reason, message

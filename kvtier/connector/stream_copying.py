@@ -3,6 +3,11 @@
     engine's thread      steps: marks its stream          fence: its stream waits for the copies
     the lane's thread    asks for the copy, then looks again and again whether it has ended
 
+Loads by layers are asked for by the engine's thread itself, for it is about to compute beside them:
+before each layer its stream waits for that layer of all loads (`follow_layer`). The verdict on a
+load (did it end before the lease's deadline?) comes with its result, as ever: until then what was
+computed beside it is worth nothing.
+
 The slots are held until a copy has really ended, so that nobody is told that we are quiet, and no
 slab goes, under a copy. Only a broken device ends nothing: what was queued may land until this
 process has ended, so those slots stay held for good.
@@ -27,7 +32,7 @@ from kvtier.cuda.copy_submit import KernelCopies
 from kvtier.cuda.device_layout import DeviceLayout
 from kvtier.cuda.errors import CudaBroken
 from kvtier.cuda.registration import SlabRegistry
-from kvtier.cuda.runtime import CudaRuntime, Event, Stream
+from kvtier.cuda.runtime import CudaRuntime, Direction, Event, Stream
 from kvtier.cuda.streams import CopyStreams, CopyTicket, Withdrawn
 from kvtier.errors import BadRequest, KVTierError
 from kvtier.policy.store_throttle import StoreThrottle
@@ -35,6 +40,10 @@ from kvtier.policy.store_throttle import StoreThrottle
 log = logging.getLogger(__name__)
 
 _STEP_SECONDS_MAX = 1.0
+
+
+class _Over:
+    """Stands for the end of an iterator."""
 
 
 class _Step(NamedTuple):
@@ -57,15 +66,21 @@ class DeviceBlocks:
         *,
         kernels: KernelCopies | None = None,
         offload_stretch_max: float = 0.0,
+        layer_count: int = 0,
         clock: Clock | None = None,
     ) -> None:
         """`compute`: what the engine's thread computes on at the moment of asking.
-        `offload_stretch_max`: how much longer a step may take for offloads, 0 for any."""
+        `offload_stretch_max`: how much longer a step may take for offloads, 0 for any.
+        `layer_count`: above 0, loads go by so many layers, and the engine computes beside them.
+        Raises BadRequest for blocks that have no such layers."""
         runtime.use_device(device)
         self._runtime = runtime
         self._device = device
         self._registry = SlabRegistry(runtime)
         self.layout = layout
+        self.is_by_layer = layer_count > 0
+        # What one ticket each of a load moves.
+        self.load_layouts = layout.by_layer(layer_count) if self.is_by_layer else [layout]
         self._clock = clock or SystemClock()
         self._throttle: StoreThrottle | None = None
         if offload_stretch_max > 0:
@@ -77,7 +92,7 @@ class DeviceBlocks:
         self.compute = compute
         self._is_broken = False
         self._changed = threading.Lock()
-        self._tickets: dict[int, CopyTicket] = {}  # By job.
+        self._tickets: dict[int, Sequence[CopyTicket]] = {}  # By job.
         self._lost_holds: list[ExitStack] = []  # Of copies that nobody can tell the end of.
 
     def note_step(self, token_count: int) -> None:
@@ -145,20 +160,33 @@ class DeviceBlocks:
         """In the engine's thread: what it queues from now on comes after these jobs, of which none
         is being begun. What is not queued of them never will be."""
         with self._changed:
-            tickets = [self._tickets[one] for one in job_ids if one in self._tickets]
+            tickets = [ticket for one in job_ids for ticket in self._tickets.get(one, ())]
         for ticket in tickets:
             self.streams.withdraw(ticket)
             self.streams.follow(self.compute(), ticket)
 
-    def begin(self, job_id: int, ticket: CopyTicket) -> None:
+    def follow_layer(self, layer: int) -> None:
+        """In the engine's thread: what it queues from now on comes after this layer of all loads
+        that have not ended; what of them is not submitted yet is submitted now."""
+        assert self.is_by_layer
         with self._changed:
-            self._tickets[job_id] = ticket
+            loads = [
+                tickets[layer]
+                for tickets in self._tickets.values()
+                if tickets[0].direction is Direction.HOST_TO_DEVICE
+            ]
+        for ticket in loads:
+            self.streams.follow(self.compute(), ticket)
+
+    def begin(self, job_id: int, tickets: Sequence[CopyTicket]) -> None:
+        with self._changed:
+            self._tickets[job_id] = tickets
 
     def end(self, job_id: int, held: ExitStack) -> None:
         """The copy touches its slots no more, or nobody knows: then they stay held."""
         with self._changed:
-            ticket = self._tickets.pop(job_id)
-            if isinstance(ticket.failed, CudaBroken):
+            tickets = self._tickets.pop(job_id)
+            if any(isinstance(ticket.failed, CudaBroken) for ticket in tickets):
                 self._lost_holds.append(held.pop_all())
 
 
@@ -181,7 +209,10 @@ class StreamMover:
 
     def steps(self, progress: CopyProgress) -> Iterator[None]:
         """The copy comes after what the engine has queued by now."""
-        return self._steps(progress, self._blocks.mark())
+        steps = self._steps(progress, self._blocks.mark())
+        if self._blocks.is_by_layer and isinstance(progress.job, OnboardJob):
+            progress.is_begun = next(steps, _Over) is not _Over
+        return steps
 
     def _steps(self, progress: CopyProgress, mark: Event) -> Iterator[None]:
         job, start_ns = progress.job, self._clock.now_ns()
@@ -190,15 +221,19 @@ class StreamMover:
             if begun is None:
                 self._blocks.streams.unmark(mark)
                 return
-            ticket, views = begun
-            while not ticket.is_ended:
+            tickets, views = begun
+            while not all(ticket.is_ended for ticket in tickets):
+                if _failure(tickets) is not None:
+                    for ticket in tickets:
+                        self._blocks.streams.withdraw(ticket)
                 yield
             self._blocks.end(job.job_id, held)
-            if isinstance(job, OffloadJob) and ticket.failed is None:
+            failure = _failure(tickets)
+            if isinstance(job, OffloadJob) and failure is None:
                 self._checks.note(job, progress, 0, views)
         progress.seconds = (self._clock.now_ns() - start_ns) / 1e9
-        if ticket.failed is not None:
-            _note_failure(progress, ticket.failed)
+        if failure is not None:
+            _note_failure(progress, failure)
             return
         progress.done_count = len(job.slots)
         if isinstance(job, OnboardJob) and self._clock.now_ns() > job.deadline_ns:
@@ -206,7 +241,7 @@ class StreamMover:
 
     def _begin(
         self, progress: CopyProgress, mark: Event, held: ExitStack
-    ) -> tuple[CopyTicket, list[SlotView]] | None:
+    ) -> tuple[Sequence[CopyTicket], list[SlotView]] | None:
         """Ask for the copy; None if there is none, and then `progress` says why."""
         job = progress.job
         if isinstance(job, OnboardJob) and self._clock.now_ns() >= job.deadline_ns:
@@ -220,9 +255,9 @@ class StreamMover:
             views = held.enter_context(self._arena.hold(job.slots, job.session))
             if isinstance(job, OnboardJob) and not self._checks.are_right(job, progress, views):
                 return None
-            ticket = self._ask(job, views, mark)
-            self._blocks.begin(job.job_id, ticket)
-            return ticket, views
+            tickets = self._ask(job, views, mark)
+            self._blocks.begin(job.job_id, tickets)
+            return tickets, views
         except KVTierError as error:
             progress.fail(FailReason.STALE, f"{type(error).__name__}: {error}")
         except Exception as error:  # Must end this job alone.
@@ -232,11 +267,22 @@ class StreamMover:
             self._gate.leave(job)
         return None
 
-    def _ask(self, job: Job, views: Sequence[SlotView], mark: Event) -> CopyTicket:
-        streams, layout = self._blocks.streams, self._blocks.layout
+    def _ask(self, job: Job, views: Sequence[SlotView], mark: Event) -> list[CopyTicket]:
+        blocks, streams = self._blocks, self._blocks.streams
         slots = [int(view.__array_interface__["data"][0]) for view in views]
-        ask = streams.offload if isinstance(job, OffloadJob) else streams.onboard
-        return ask(layout, job.device_blocks, slots, mark)
+        if isinstance(job, OffloadJob):
+            return [streams.offload(blocks.layout, job.device_blocks, slots, mark)]
+        layouts = blocks.load_layouts
+        # All before the first is asked for: what can fail has then failed.
+        marks = [mark, *(blocks.mark() for _ in layouts[1:])]
+        return [
+            streams.onboard(layout, job.device_blocks, slots, own_mark, turn=layer)
+            for layer, (layout, own_mark) in enumerate(zip(layouts, marks, strict=True))
+        ]
+
+
+def _failure(tickets: Sequence[CopyTicket]) -> KVTierError | None:
+    return next((ticket.failed for ticket in tickets if ticket.failed is not None), None)
 
 
 def _note_failure(progress: CopyProgress, error: KVTierError) -> None:

@@ -143,6 +143,9 @@ class StreamLane:
             left = list(self._new)
             self._new.clear()
         for copy in left:
-            self._results.end_unrun(copy)
+            if copy.progress.is_begun:
+                self._under_way.append(copy)
+            else:
+                self._results.end_unrun(copy)
         self._guarded(self._streams.close)
         self._look()

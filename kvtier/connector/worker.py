@@ -40,6 +40,10 @@ class Blocks(Protocol):
         is under way and none begins any more."""
         ...
 
+    def follow_layer(self, layer: int) -> None:
+        """In the engine's thread: what it does from now on comes after this layer of all loads."""
+        ...
+
     def note_step(self, token_count: int) -> None: ...
 
 
@@ -61,6 +65,9 @@ class HostBlocks:
 
     def fence(self, job_ids: Sequence[int]) -> None:
         pass
+
+    def follow_layer(self, layer: int) -> None:
+        raise AssertionError("an engine in host memory uses a load when it has ended")
 
     def note_step(self, token_count: int) -> None:
         pass
@@ -98,7 +105,8 @@ class WorkerConnector:
         self._refused: set[Any] = set()
         self._open_jobs: set[int] = set()
         self._withdrawn: set[int] = set()  # Of the open jobs.
-        self._touching: int | None = None  # The job of which a slice is being copied.
+        self._touching: set[int] = set()  # Jobs of which a step is being made.
+        self._is_closed = False
         self._spec = spec
         self._mover = self._make_mover(spec)
         self._unstarted: list[JobResult] = []  # Jobs that no lane took, not yet polled.
@@ -122,9 +130,16 @@ class WorkerConnector:
             with self._changed:
                 self._open_counts[job.session] += 1
                 self._open_jobs.add(job.job_id)
+            if self._is_closed:
+                progress.fail(FailReason.CLOSED, "the worker side is closed")
+                self._unstarted.append(self._end(progress))
+                continue
             try:
                 steps = self._mover_of(plan.spec).steps(progress)
-                self._lane.submit(Copy(progress, steps, self._end))
+                if progress.failed is None:
+                    self._lane.submit(Copy(progress, steps, self._end))
+                else:
+                    self._unstarted.append(self._end(progress))
             except Exception as error:
                 if self._settings.raise_internal_errors:
                     raise
@@ -141,6 +156,11 @@ class WorkerConnector:
         """The namespace that is copied to and from."""
         return self._spec
 
+    def follow_layer(self, layer: int) -> None:
+        """What the engine queues from now on comes after this layer of all loads that have not
+        ended. Whether they were in time and right, their results say later."""
+        self._blocks.follow_layer(layer)
+
     def poll(self) -> list[JobResult]:
         """The jobs that have ended since the last poll."""
         unstarted, self._unstarted = self._unstarted, []
@@ -154,28 +174,30 @@ class WorkerConnector:
         """
         with self._changed:
             self._withdrawn.update(self._open_jobs.intersection(job_ids))
-            while self._touching in self._withdrawn:
+            while self._touching & self._withdrawn:
                 self._changed.wait()
         self._blocks.fence(job_ids)
 
     def enter(self, job: Job) -> FailReason | None:
-        """In the lane's thread, before every slice; see `Gate`."""
+        """Before every slice; see `Gate`. In the lane's thread, or in the engine's that begins a
+        load by layers."""
         with self._changed:
             if job.job_id in self._withdrawn:
                 return FailReason.WITHDRAWN
             if job.session in self._refused:
                 return FailReason.STALE
-            self._touching = job.job_id
+            self._touching.add(job.job_id)
             return None
 
     def leave(self, job: Job) -> None:
-        """In the lane's thread, after every slice."""
+        """After every slice."""
         with self._changed:
-            self._touching = None
+            self._touching.discard(job.job_id)
             self._changed.notify_all()
 
     def close(self) -> None:
         """End the copy under way and fail the rest; the client stays open."""
+        self._is_closed = True
         self._lane.close()
 
     def _open(self, spec: NamespaceSpec) -> None:

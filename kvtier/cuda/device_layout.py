@@ -48,6 +48,27 @@ class DeviceLayout:
     def shard_bytes(self) -> int:
         return int(self.sizes.sum())
 
+    def by_layer(self, layer_count: int) -> list[DeviceLayout]:
+        """In so many parts of equal size, in the order of a slot; runs are cut where layers meet.
+
+        Raises BadRequest for a block that has no such parts.
+        """
+        layer_bytes, rest = divmod(self.shard_bytes, layer_count)
+        if rest:
+            raise BadRequest(f"{self.shard_bytes} bytes are not {layer_count} layers of one size")
+        parts = []
+        ends = self.places + self.sizes
+        for layer in range(layer_count):
+            first, last = (np.uint64(layer_bytes * index) for index in (layer, layer + 1))
+            is_in = (self.places < last) & (ends > first)
+            starts: Addresses = np.maximum(self.places[is_in], first)
+            sizes: Addresses = np.minimum(ends[is_in], last) - starts
+            addresses: Addresses = self.addresses[is_in] + (starts - self.places[is_in])
+            parts.append(
+                DeviceLayout(addresses, self.steps[is_in], sizes, starts, self.block_count)
+            )
+        return parts
+
     def part(self, first_run: int, last_run: int) -> DeviceLayout:
         """Some of the runs, with their places: a layer or several, for loads by layer."""
         part = slice(first_run, last_run)

@@ -52,6 +52,7 @@ class CopyTicket:
     device_blocks: Sequence[int]
     slots: Sequence[int]  # The host's address of every slot's bytes.
     after: Event
+    turn: int = 0  # Of those that wait, lower ones go first.
     failed: KVTierError | None = None
     is_ended: bool = False  # It touches nothing any more, unless `failed` is CudaBroken.
     bytes_count: int = 0
@@ -59,6 +60,11 @@ class CopyTicket:
     _slabs: list[HostSlab] = field(default_factory=list)
     _end: Event | None = None  # Of the last piece that was queued.
     _in_flight_count: int = 0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether some of it may have been submitted."""
+        return self._pieces is not None
 
     @property
     def is_queued(self) -> bool:
@@ -153,10 +159,21 @@ class CopyStreams:
     # ------------------------------------------------------------------- for the copying thread
 
     def onboard(
-        self, layout: DeviceLayout, device_blocks: Sequence[int], slots: Sequence[int], after: Event
+        self,
+        layout: DeviceLayout,
+        device_blocks: Sequence[int],
+        slots: Sequence[int],
+        after: Event,
+        *,
+        turn: int = 0,
     ) -> CopyTicket:
-        """Slots into device blocks, after what was marked; the ticket owns the mark."""
-        return self._ask(CopyTicket(Direction.HOST_TO_DEVICE, layout, device_blocks, slots, after))
+        """Slots into device blocks, after what was marked; the ticket owns the mark.
+
+        `turn`: of loads by layers, the layer: the first layers of all are needed before the last
+        ones of any.
+        """
+        direction = Direction.HOST_TO_DEVICE
+        return self._ask(CopyTicket(direction, layout, device_blocks, slots, after, turn))
 
     def offload(
         self, layout: DeviceLayout, device_blocks: Sequence[int], slots: Sequence[int], after: Event
@@ -213,7 +230,12 @@ class CopyStreams:
     # -------------------------------------------------------------------------------- submitting
 
     def _ask(self, ticket: CopyTicket) -> CopyTicket:
-        self._lane(ticket).waiting.append(ticket)
+        with self._changed:
+            waiting = self._lane(ticket).waiting
+            place = len(waiting)
+            while place and _may_pass(ticket, waiting[place - 1]):
+                place -= 1
+            waiting.insert(place, ticket)
         return ticket
 
     def _lane(self, ticket: CopyTicket) -> _Lane:
@@ -325,3 +347,7 @@ class CopyStreams:
                 ticket.failed, ticket._end = error, None
                 ticket.is_ended = True
                 self._ended.append(ticket)
+
+
+def _may_pass(ticket: CopyTicket, waiting: CopyTicket) -> bool:
+    return waiting.turn > ticket.turn and not waiting.is_begun

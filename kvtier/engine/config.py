@@ -55,10 +55,17 @@ class EngineConfig:
     waiting_count_max: int = 1024
     # Where it computes and has its KV: "cpu", "cuda" (torch's current one) or "cuda:1".
     device: str = "cpu"
+    # On a GPU: a request whose prefix is being loaded is computed at once, each layer after its own
+    # part of the load. Whoever is in the same step waits for the load, too.
+    layerwise_loading: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}: it must be cpu, cuda or cuda:N")
+        if self.layerwise_loading and self.device == "cpu":
+            raise ValueError(
+                "layerwise_loading needs a GPU: on a CPU nothing computes beside a copy"
+            )
         for name in (
             "device_block_count",
             "block_tokens",

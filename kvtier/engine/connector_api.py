@@ -74,6 +74,11 @@ class WorkerSide(Protocol):
         """Queue a plan's copies; they come after what the engine has launched by now."""
         ...
 
+    def follow_layer(self, layer: int) -> None:
+        """What the engine launches from now on comes after this layer of all loads; only where
+        loads go by layers."""
+        ...
+
     def poll(self) -> Sequence[JobResult]:
         """The copies that have ended since the last call."""
         ...

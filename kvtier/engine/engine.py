@@ -22,11 +22,14 @@ from kvtier.engine.hashing import HashChain
 from kvtier.engine.model import Forward, LlamaModel
 from kvtier.engine.request import FinishReason, Request, RequestResult, RequestState
 from kvtier.engine.sampler import pick_token
-from kvtier.engine.scheduler import ScheduledTokens, Scheduler, unfinished
+from kvtier.engine.scheduler import Load, ScheduledTokens, Scheduler, unfinished
 from kvtier.errors import BadRequest, LimitExceeded
 
 # How long `generate` and `stream` leave the core to the copies when no request can run.
 IDLE_SECONDS = 0.0005
+# Tokens computed beside a load wait so long for word of its end, which the copying thread looks for
+# every 100 us: less than another step would take, and a bound.
+VERDICT_SECONDS, VERDICT_LOOKS = 50e-6, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Engine:
         self._clock = clock
         self._pause = pause
         self._requests: dict[str, Request] = {}
+        # Computed beside loads whose end is not known yet, with their token if there is one.
+        self._ahead: dict[ScheduledTokens, int | None] = {}
         self._numbers = itertools.count()
 
     @property
@@ -87,21 +92,27 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute one batch; never waits, so it may return nothing while kvtier is copying."""
         self._exchange()
+        outputs = self._settle()
         batch = self.scheduler.schedule()
         if self._connector is not None:
             self._connector.worker.note_step(sum(scheduled.count for scheduled in batch))
         self._exchange()  # The onboards just allocated are copied while the batch is computed.
+        batch = [scheduled for scheduled in batch if not self._is_void(scheduled)]
         if not batch:
-            return []
+            return outputs
         forward, sampled = self._compute(batch)
         for scheduled in batch:
-            self.scheduler.on_computed(scheduled)
-        outputs = [
-            self._append(request, token_id)
-            for request, token_id in zip(sampled, self._pick(forward, sampled), strict=True)
-        ]
+            if scheduled.load is Load.NONE:
+                self.scheduler.on_computed(scheduled)
+            else:
+                self._ahead[scheduled] = None
+        for scheduled, token_id in zip(sampled, self._pick(forward, sampled), strict=True):
+            if scheduled.load is Load.NONE:
+                outputs.append(self._append(scheduled.request, token_id))
+            else:
+                self._ahead[scheduled] = token_id
         self._exchange()
-        return outputs
+        return outputs + self._settle_soon()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()
@@ -198,21 +209,51 @@ class Engine:
         if self.scheduler.waiting_count >= self.config.waiting_count_max:
             raise LimitExceeded(f"waiting_count_max {self.config.waiting_count_max} requests wait")
 
-    def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[Forward, list[Request]]:
-        """Launch the model's parts; the requests whose last token is among those computed, in the
-        order of their logits."""
+    def _is_void(self, scheduled: ScheduledTokens) -> bool:
+        """Whether the load that it was to be computed beside has failed already."""
+        if scheduled.load is Load.FAILED:
+            self.scheduler.settle(scheduled)
+            return True
+        return False
+
+    def _settle(self) -> list[TokenOutput]:
+        """Give out, or throw away, the tokens computed beside loads that have ended."""
+        outputs = []
+        for ahead, token_id in list(self._ahead.items()):
+            if ahead.request.state is RequestState.FINISHED:
+                del self._ahead[ahead]
+            elif ahead.load is not Load.UNDER_WAY:
+                del self._ahead[ahead]
+                if self.scheduler.settle(ahead) and token_id is not None:
+                    outputs.append(self._append(ahead.request, token_id))
+        return outputs
+
+    def _settle_soon(self) -> list[TokenOutput]:
+        """As `_settle`; where a token is there its load has ended, and word of it is on its way."""
+        outputs = self._settle()
+        for _ in range(VERDICT_LOOKS):
+            if all(token_id is None for token_id in self._ahead.values()):
+                break
+            self._pause(VERDICT_SECONDS)
+            self._exchange()
+            outputs += self._settle()
+        return outputs
+
+    def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[Forward, list[ScheduledTokens]]:
+        """Launch the model's parts; those whose request's last token is among them, in the order of
+        their logits."""
         tables, spans, token_ids = [], [], []
         logit_rows: list[int] = []
-        sampled: list[Request] = []
+        sampled: list[ScheduledTokens] = []
         for scheduled in batch:
             request = scheduled.request
-            first, end = request.computed_count, request.computed_count + scheduled.count
+            first, end = scheduled.first, scheduled.first + scheduled.count
             tables.append(request.device_blocks)
             spans.append((first, end))
             token_ids += request.token_ids[first:end]
             if end == len(request.token_ids):
                 logit_rows.append(len(token_ids) - 1)
-                sampled.append(request)
+                sampled.append(scheduled)
         device = self.device
         plan = plan_attention(tables, spans, self.config.block_tokens, device.put)
         rows = torch.tensor(logit_rows, dtype=torch.int64)
@@ -220,24 +261,28 @@ class Engine:
             self.model, device.attention, plan, *device.put([torch.tensor(token_ids), rows])
         )
         device.launch(forward.begin)
+        is_ahead = any(scheduled.load is not Load.NONE for scheduled in batch)
         for layer in range(self.model.config.layer_count):
+            if is_ahead and self._connector is not None:
+                self._connector.worker.follow_layer(layer)
             device.launch_layer(partial(forward.run_layer, layer), layer, plan)
         device.launch(forward.finish)
         return forward, sampled
 
-    def _pick(self, forward: Forward, sampled: Sequence[Request]) -> list[int]:
+    def _pick(self, forward: Forward, sampled: Sequence[ScheduledTokens]) -> list[int]:
         """The next token of each: all that a step waits for."""
         if not sampled:
             return []
         self.device.wait_computed()
-        return [
-            likeliest
-            if request.params.temperature == 0.0
-            else pick_token(row.cpu(), request.params, request.generator)
-            for request, row, likeliest in zip(
-                sampled, forward.logits, forward.likeliest.tolist(), strict=True
+        picked = []
+        likeliest = forward.likeliest.tolist()
+        for scheduled, row, token_id in zip(sampled, forward.logits, likeliest, strict=True):
+            request = scheduled.request
+            is_greedy = request.params.temperature == 0.0
+            picked.append(
+                token_id if is_greedy else pick_token(row.cpu(), request.params, request.generator)
             )
-        ]
+        return picked
 
     def _append(self, request: Request, token_id: int) -> TokenOutput:
         reason = request.append(token_id, self._clock.now())

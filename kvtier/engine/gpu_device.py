@@ -43,6 +43,7 @@ class GpuDevice:
         self._runtime = runtime
         self._place = place
         self._index = place.index or 0
+        self._layer_count = model.config.layer_count if config.layerwise_loading else 0
         runtime.use_device(self._index)
         self.model = model.to(place)
         self.kv_cache = self._make_kv_cache(config)
@@ -93,6 +94,7 @@ class GpuDevice:
             kv_layout(self.kv_cache, self.address_of(self.kv_cache)),
             self.stream,
             offload_stretch_max=settings.offload_stretch_max,
+            layer_count=self._layer_count,
         )
         self._try_paths(blocks)
         return blocks

@@ -10,6 +10,10 @@ Who holds device blocks:
       be planned: `_kept`. Before anybody goes without, the latter are taken back.
 Nothing is written to a published block: the last block of a prompt is always computed into a block
 of the request's own, so a prompt that is cached as a whole still has a token to compute.
+
+With layer-wise loading the tokens after a prefix are computed *ahead* of the verdict on its load.
+They count when the load was in time and right; until then, and for good if it was not, nothing of
+them is known to anybody: no block is cached or offloaded, no token is given out.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtier.engine.blocks import DeviceBlockPool
@@ -28,12 +33,23 @@ if TYPE_CHECKING:
     from kvtier.connector.jobs import StepOutcome
 
 
-@dataclass(frozen=True, slots=True)
+class Load(Enum):
+    """That tokens are computed beside."""
+
+    NONE = "none"
+    UNDER_WAY = "under way"
+    GOOD = "good"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
 class ScheduledTokens:
-    """A request's next `count` tokens, from its `computed_count` on."""
+    """A request's next `count` tokens, from `first` on."""
 
     request: Request
+    first: int
     count: int
+    load: Load = Load.NONE
 
 
 class Scheduler:
@@ -45,6 +61,7 @@ class Scheduler:
         self._connector = connector
         self._waiting: deque[Request] = deque()
         self._onboarding: dict[str, Request] = {}
+        self._ahead: dict[str, ScheduledTokens] = {}  # Of requests in `_onboarding`.
         self._running: list[Request] = []
         self._kept: dict[str, list[int]] = {}
         self.computed_token_count = 0  # Since the start.
@@ -113,18 +130,23 @@ class Scheduler:
     def on_outcome(self, outcome: StepOutcome) -> None:
         """Start requests whose onboard has ended; free what copies no longer touch."""
         for request_id in outcome.onboarded:
-            request = self._onboarding.pop(request_id)
-            count = request.local_block_count + request.onboard_block_count
-            request.computed_count = count * self._config.block_tokens
-            self._publish(request, count)
-            self._start(request)
+            self._end_load(request_id, Load.GOOD)
         for request_id in outcome.failed:
-            # The blocks meant for the onboard stay the request's own and are computed.
-            request = self._onboarding.pop(request_id)
-            request.onboard_block_count = 0
-            self._start(request)
+            self._end_load(request_id, Load.FAILED)
         for request_id in outcome.released:
             self.pool.release(self._kept.pop(request_id))
+
+    def settle(self, ahead: ScheduledTokens) -> bool:
+        """Tokens computed ahead, and the verdict on their load: start their request. Whether they
+        count."""
+        request = ahead.request
+        settled = self._ahead.pop(request.request_id)
+        assert settled is ahead, f"{request.request_id} has two loads"
+        self._start_onboarded(request, ahead.load)
+        if ahead.load is Load.FAILED:
+            return False
+        self.on_computed(ahead)
+        return True
 
     def finish(self, request: Request) -> None:
         """The request is over, whatever it was doing."""
@@ -132,6 +154,7 @@ class Scheduler:
             self._running.remove(request)
         elif request.state is RequestState.WAITING_FOR_ONBOARD:
             del self._onboarding[request.request_id]
+            self._ahead.pop(request.request_id, None)
         else:
             self._waiting.remove(request)
         request.move(RequestEvent.FINISH)
@@ -160,8 +183,11 @@ class Scheduler:
             if onboard_count is None:
                 continue
             if onboard_count > 0:
-                if not self._begin_onboard(request, local, onboard_count):
+                if not self._begin_onboard(request, local, onboard_count, budget):
                     return
+                if (ahead := self._ahead.get(request.request_id)) is not None:
+                    batch.append(ahead)
+                    budget -= ahead.count
                 continue
             cached_count = len(local) * self._config.block_tokens
             count = min(len(request.token_ids) - cached_count, budget)
@@ -179,7 +205,9 @@ class Scheduler:
             batch.append(self._scheduled(request, count))
             budget -= count
 
-    def _begin_onboard(self, request: Request, local: list[int], onboard_count: int) -> bool:
+    def _begin_onboard(
+        self, request: Request, local: list[int], onboard_count: int, budget: int
+    ) -> bool:
         """Allocate for the engine's own prefix and what kvtier brings; False: no room now."""
         assert self._connector is not None
         self.pool.hold(local)
@@ -194,8 +222,38 @@ class Scheduler:
         request.onboard_block_count = onboard_count
         request.move(RequestEvent.ONBOARD)
         self._onboarding[request.request_id] = request
+        if self._config.layerwise_loading:
+            self._schedule_ahead(request, budget)
         self._connector.on_allocated(request.request_id, fresh, onboard_count)
         return True
+
+    def _schedule_ahead(self, request: Request, budget: int) -> None:
+        """What follows the prefix, if there are blocks for it; else it waits for the load."""
+        block_tokens, block_count = self._config.block_tokens, len(request.device_blocks)
+        first = block_count * block_tokens
+        count = min(len(request.token_ids) - first, budget)
+        missing = -(-(first + count) // block_tokens) - block_count
+        if missing <= self.pool.free_count:
+            request.device_blocks += self.pool.take(missing)
+            self._ahead[request.request_id] = ScheduledTokens(request, first, count, Load.UNDER_WAY)
+
+    def _end_load(self, request_id: str, load: Load) -> None:
+        ahead = self._ahead.get(request_id)
+        if ahead is None:
+            self._start_onboarded(self._onboarding[request_id], load)
+        else:
+            ahead.load = load  # The engine settles it, once it has the tokens.
+
+    def _start_onboarded(self, request: Request, load: Load) -> None:
+        del self._onboarding[request.request_id]
+        if load is Load.GOOD:
+            count = request.local_block_count + request.onboard_block_count
+            request.computed_count = count * self._config.block_tokens
+            self._publish(request, count)
+        else:
+            # The blocks meant for the onboard stay the request's own and are computed.
+            request.onboard_block_count = 0
+        self._start(request)
 
     def _start(self, request: Request) -> None:
         request.move(RequestEvent.START)
@@ -245,7 +303,7 @@ class Scheduler:
         end = -(-(request.computed_count + count) // self._config.block_tokens)
         written = request.device_blocks[first:end]
         assert not any(self.pool.is_published(block) for block in written), "shared block written"
-        return ScheduledTokens(request, count)
+        return ScheduledTokens(request, request.computed_count, count)
 
     def _publish(self, request: Request, full_count: int) -> None:
         if self._config.prefix_caching:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.cuda.copy_paths import PathLimits
+from kvtier.cuda.copy_plan import Piece
 from kvtier.cuda.copy_submit import KernelCopies
 from kvtier.cuda.fake import FakeCudart
 from kvtier.cuda.registration import SlabRegistry
-from kvtier.cuda.runtime import Ranges
+from kvtier.cuda.runtime import Ranges, Stream
 from kvtier.cuda.streams import IN_FLIGHT_BYTES_MAX, CopyStreams, CopyTicket
 from kvtier.memory import Bytes
 from tests.support.kv_layouts import DeviceKv
@@ -96,6 +97,18 @@ class CopyRig:
     def ranges_of(self, block: int) -> Ranges:
         layout = self.kv.layout
         return Ranges(layout.addresses + layout.steps * np.uint64(block), layout.sizes)
+
+    def targets_in_order(self) -> list[int]:
+        """Of the copies that are submitted from now on, the first address of each."""
+        targets: list[int] = []
+        submit = self.streams._submitter.submit
+
+        def note(piece: Piece, stream: Stream) -> None:
+            targets.append(int(piece.device[0]))
+            submit(piece, stream)
+
+        self.streams._submitter.submit = note  # type: ignore[method-assign]
+        return targets
 
     def run(self) -> list[CopyTicket]:
         """Poll until nothing is left to do."""

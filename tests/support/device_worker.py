@@ -53,6 +53,9 @@ class DeviceMemoryWorker:
     def note_step(self, token_count: int) -> None:
         self._worker.note_step(token_count)
 
+    def follow_layer(self, layer: int) -> None:
+        self._worker.follow_layer(layer)
+
     def start(self, plan: StepPlan) -> None:
         ends_at = self._poll_count + self._blocks.copy_polls
         jobs: list[Job] = [*plan.onboards, *plan.offloads]

@@ -187,6 +187,9 @@ class MemoryWorker:
     def note_step(self, token_count: int) -> None:
         pass
 
+    def follow_layer(self, layer: int) -> None:
+        raise AssertionError("loads do not go by layers here")
+
     def start(self, plan: StepPlan) -> None:
         ends_at = self._poll_count + self._blocks.copy_polls
         for job in plan.onboards:

@@ -14,7 +14,7 @@ from kvtier.connector.jobs import FailReason, JobResult, OffloadJob, OnboardJob,
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.stream_lane import StreamLane
 from kvtier.connector.worker import WorkerConnector
-from kvtier.cuda.errors import CudaCode
+from kvtier.cuda.errors import CudaCode, CudaRefused
 from kvtier.cuda.fake import FakeCudart
 from kvtier.cuda.runtime import Ranges
 from kvtier.memory import Bytes
@@ -32,7 +32,9 @@ PAGE = 4096
 class Bench:
     """A worker whose blocks are on a fake GPU, and an engine that computes on it."""
 
-    def __init__(self, seed: int | None = None, *, threaded: bool = False) -> None:
+    def __init__(
+        self, seed: int | None = None, *, threaded: bool = False, layer_count: int = 0
+    ) -> None:
         self.cuda = FakeCudart(seed=seed)
         # Blocks of whole pages: 2 layers of keys and values.
         sizes = Sizes(layers=2, blocks=8, heads=4, tokens=16, width=64)
@@ -43,7 +45,9 @@ class Bench:
         self.client = FakeClient(self.clock, slot_count=SLOT_COUNT, shard_bytes=self.shard_bytes)
         self.client.memory = self.slab.array.reshape(1, SLOT_COUNT, self.shard_bytes)
         self.compute = self.cuda.create_stream(0)
-        self.blocks = DeviceBlocks(self.cuda, 0, self.kv.layout, lambda: self.compute)
+        self.blocks = DeviceBlocks(
+            self.cuda, 0, self.kv.layout, lambda: self.compute, layer_count=layer_count
+        )
         self.lane = StreamLane(self.blocks.streams, threaded=threaded)
         self.spec = replace(spec_of(), shard_bytes=self.shard_bytes)
         self.worker = WorkerConnector(
@@ -303,4 +307,90 @@ def test_failure_while_idle_does_not_end_the_lane(monkeypatch: pytest.MonkeyPatc
     bench.fill(0, 8)
     bench.start(bench.offload(1, [0], [0]))
     assert wait_results(bench, 1)[1].failed is None
+    bench.close()
+
+
+# ------------------------------------------------------------------------------------ by layers
+
+
+def held_load(bench: Bench) -> OnboardJob:
+    """A load by layers, behind a kernel that takes a while."""
+    bench.fill(1, 1, seconds=1e-3)
+    job = bench.onboard(1, [0], [1])
+    bench.start(job)
+    return job
+
+
+def test_a_load_by_layers_is_begun_in_the_engine_s_thread() -> None:
+    bench = Bench(layer_count=2)
+    held_load(bench)
+    assert bench.client.open_hold_count == 1
+    for layer in range(2):
+        bench.worker.follow_layer(layer)
+    seen = bench.read(1)
+    assert bench.run()[1].failed is None
+    bench.cuda.synchronize_stream(bench.compute)
+    assert seen == [0]
+    bench.close()
+
+
+def test_what_is_begun_keeps_its_slots_until_it_has_ended_when_the_lane_is_closed() -> None:
+    bench = Bench(layer_count=2)
+    held_load(bench)
+    bench.worker.follow_layer(0)  # One layer is queued; the lane has not seen the load.
+    close = bench.blocks.streams.close
+
+    def check_and_close() -> None:
+        assert bench.client.open_hold_count == 1
+        close()
+
+    bench.blocks.streams.close = check_and_close  # type: ignore[method-assign]
+    bench.close()
+    assert [result.failed for result in bench.worker.poll()] == [FailReason.WITHDRAWN]
+
+
+def test_a_load_by_layers_that_cannot_begin_has_failed_at_once() -> None:
+    bench = Bench(layer_count=2)
+    bench.start(bench.onboard(1, [0], [0], seconds=-1.0))
+    assert [result.failed for result in bench.worker.poll()] == [FailReason.DEADLINE]
+    bench.worker.follow_layer(1)
+    bench.close()
+
+
+def test_a_layer_that_fails_calls_off_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(layer_count=2)
+
+    def refuse(*_: object) -> None:
+        raise CudaRefused("cuMemcpyBatchAsync", CudaCode.INVALID_VALUE)
+
+    held_load(bench)
+    monkeypatch.setattr(bench.blocks.streams._submitter, "submit", refuse)
+    bench.worker.follow_layer(0)
+    monkeypatch.undo()
+    copied_bytes = bench.cuda.copies.copied_bytes
+    assert bench.run()[1].failed is FailReason.COPY
+    assert bench.cuda.copies.copied_bytes == copied_bytes
+    bench.close()
+
+
+def test_a_withdrawal_waits_for_its_own_job_s_step_beside_a_load_that_is_begun() -> None:
+    bench = Bench(layer_count=2)
+    store, load = bench.offload(1, [0], [0]), bench.onboard(2, [1], [1])
+    bench.start(store)
+    assert bench.worker.enter(store) is None  # The lane's thread,
+    assert bench.worker.enter(load) is None  # and the engine's.
+    bench.worker.leave(load)
+    ended = threading.Event()
+
+    def withdraw() -> None:
+        bench.worker.withdraw([1])
+        ended.set()
+
+    thread = threading.Thread(target=withdraw, daemon=True)
+    thread.start()
+    assert not ended.wait(0.05)
+    bench.worker.leave(store)
+    assert ended.wait(5)
+    thread.join()
+    bench.run()
     bench.close()

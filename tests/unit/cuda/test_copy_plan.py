@@ -214,6 +214,27 @@ def test_a_part_of_the_layers_keeps_its_places() -> None:
     assert part.shard_bytes * 3 == kv.layout.shard_bytes * 2
 
 
+@pytest.mark.parametrize("name", ["cross-layer tensor", "block-outermost BLHNC", "packed LBHNC"])
+def test_layers_are_cut_out_of_runs_and_are_the_block_together(name: str) -> None:
+    kv = LAYOUTS[name](FakeCudart(), Sizes(layers=3))
+    layers = kv.layout.by_layer(3)
+    assert [layer.shard_bytes * 3 for layer in layers] == [kv.layout.shard_bytes] * 3
+    blocks, slots = np.array([4, 1]), numbers(1 << 20, 2 << 20)
+    whole = bytes_of(runs_of(kv.layout, blocks, slots, np.zeros(2, np.int64)))
+    found: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        one = bytes_of(runs_of(layer, blocks, slots, np.zeros(2, np.int64)))
+        assert {place % (1 << 20) // layer.shard_bytes for place in one.values()} == {index}
+        found.update(one)
+    assert found == whole
+
+
+def test_a_block_that_is_no_number_of_equal_layers_is_refused() -> None:
+    kv = LAYOUTS["cross-layer tensor"](FakeCudart(), Sizes(layers=3))
+    with pytest.raises(BadRequest, match="7 layers of one size"):
+        kv.layout.by_layer(7)
+
+
 # ---------------------------------------------------------------------------------------- pieces
 
 SLABS = [SlabView(alias=1 << 40, is_registered=True), SlabView(alias=0, is_registered=False)]

@@ -229,6 +229,25 @@ def test_loads_come_before_stores_that_were_asked_for_earlier() -> None:
     rig.close()
 
 
+def test_first_layers_of_all_loads_come_before_the_last_ones_of_any() -> None:
+    cuda = FakeCudart()
+    rig = CopyRig(cuda, LAYOUTS["cross-layer tensor"](cuda, SIZES["even"]))
+    places = [rig.slots[slot] for slot in (0, 1)]
+    layers = rig.kv.layout.by_layer(3)
+    tickets = [
+        rig.streams.onboard(layer, [block], [place], rig.streams.mark(rig.compute), turn=turn)
+        for block, place in enumerate(places)
+        for turn, layer in enumerate(layers)
+    ]
+    targets = rig.targets_in_order()
+    rig.run()
+    first, second = tickets[:3], tickets[3:]
+    expected = [ticket for pair in zip(first, second, strict=True) for ticket in pair]
+    starts = [int(t.layout.addresses[0] + t.layout.steps[0] * t.device_blocks[0]) for t in expected]
+    assert targets == starts
+    rig.close()
+
+
 def test_stores_pause_while_a_load_waits_for_its_turn() -> None:
     cuda = FakeCudart()
     kv = LAYOUTS["cross-layer tensor"](cuda, SIZES["even"])

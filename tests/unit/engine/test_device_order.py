@@ -7,6 +7,7 @@ by comparing bytes and tokens with those of an engine alone in host memory.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,8 +23,9 @@ from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 # Few device blocks, and steps that compute parts of prompts: such a step waits for nothing, so its
 # blocks are asked to be offloaded while they are still being computed.
 CONFIG = EngineConfig(
-    block_tokens=4, device_block_count=16, step_tokens_max=12, running_count_max=4
+    block_tokens=4, device_block_count=12, step_tokens_max=12, running_count_max=4
 )
+BY_LAYER = replace(CONFIG, device="cuda", layerwise_loading=True)
 PARAMS = SamplingParams(tokens_max=3)
 PREFIX = prompt_of(12, seed=50)
 PROMPTS = [[*PREFIX, *prompt_of(count, seed=count)] for count in (9, 14, 6)]
@@ -32,8 +34,18 @@ PROMPTS = [[*PREFIX, *prompt_of(count, seed=count)] for count in (9, 14, 6)]
 class Bench(GpuBench):
     """Of the order that `seed` says."""
 
+    config = CONFIG
+    seed_first = 0
+
     def __init__(self, seed: int, client: WatchedClient | None = None) -> None:
-        super().__init__(tiny_model(), CONFIG, seed=seed, client=client)
+        super().__init__(tiny_model(), self.config, seed=seed, client=client)
+
+
+class LayerwiseBench(Bench):
+    """Its engine computes beside loads."""
+
+    config = BY_LAYER
+    seed_first = 5000
 
 
 def run_seed(seed: int, bench: type[Bench] = Bench) -> tuple[int, int]:
@@ -66,8 +78,10 @@ def cancel(bench: GpuBench) -> None:
 @pytest.mark.slow
 @pytest.mark.full_form
 @pytest.mark.timeout(600)
-def test_tokens_and_bytes_are_right_in_every_order() -> None:
-    counts = [run_seed(seed) for seed in range(rounds(short=200, full=2000))]
+@pytest.mark.parametrize("bench", [Bench, LayerwiseBench])
+def test_tokens_and_bytes_are_right_in_every_order(bench: type[Bench]) -> None:
+    seeds = range(bench.seed_first, bench.seed_first + rounds(short=100, full=1000))
+    counts = [run_seed(seed, bench) for seed in seeds]
     assert all(onboarded_count > 0 for onboarded_count, _ in counts)
     assert any(preempted_count for _, preempted_count in counts)
 
@@ -132,9 +146,41 @@ class LoadsUnawaited(PlantedBench):
         streams._runtime = HastyRuntime(self.cuda, streams._loads.stream)
 
 
+class LayersUnfollowed(PlantedBench):
+    """The engine computes beside a load, and its stream waits for no layer."""
+
+    config = BY_LAYER
+    made: ClassVar[list[Bench]] = []
+
+    def __init__(self, seed: int, client: WatchedClient | None = None) -> None:
+        super().__init__(seed, client)
+        self.blocks.follow_layer = lambda layer: None  # type: ignore[method-assign]
+
+
+class LayerBeforeFollowed(PlantedBench):
+    """It waits for the layer before the one that it computes."""
+
+    config = BY_LAYER
+    made: ClassVar[list[Bench]] = []
+
+    def __init__(self, seed: int, client: WatchedClient | None = None) -> None:
+        super().__init__(seed, client)
+        blocks, follow = self.blocks, self.blocks.follow_layer
+
+        def follow_before(layer: int) -> None:
+            follow(max(0, layer - 1))
+
+        blocks.follow_layer = follow_before  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("bench", "race"),
-    [(StoresUnmarked, "copy_batch and layer"), (LoadsUnawaited, "layer 0 and copy_batch")],
+    [
+        (StoresUnmarked, "copy_batch and layer"),
+        (LoadsUnawaited, "layer 0 and copy_batch"),
+        (LayersUnfollowed, "layer 0 and copy_batch"),
+        (LayerBeforeFollowed, "layer 1 and copy_batch"),
+    ],
 )
 def test_planted_races_are_found(bench: type[PlantedBench], race: str) -> None:
     with pytest.raises(AssertionError):

@@ -308,8 +308,9 @@ class RemoteBlocks:
         for value in values:
             ending = value if isinstance(value, RemoteOutcome) else next(found)
             endings.append(RemoteOutcome.DONE if isinstance(ending, CodecId) else ending)
-            if isinstance(ending, FrameFault):
-                self._engine.note_wrong_value(ending.value)
+        faults = [ending for ending in endings if isinstance(ending, FrameFault)]
+        if faults:
+            self._engine.note_wrong_value(faults[0].value)  # One call, one trouble.
         return endings
 
     async def _run_trial(self, group: Sequence[BlockViews], shape: BlockShape) -> None:

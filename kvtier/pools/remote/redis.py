@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +40,11 @@ redis.call('SET', KEYS[1], ARGV[3])
 return 1
 """
 
+# How often a cluster's client asks who has which slots, while a node is lost.
+LEARN_SECONDS = 1.0
+
 T = TypeVar("T")
+Command = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class RedisEngine:
         self._client = _cluster_of(settings) if settings.is_cluster else _server_of(settings)
         # A cluster's client has as many connections to each node as there are calls.
         self._places = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._learn_at = 0.0
 
     @property
     def name(self) -> str:
@@ -121,11 +126,8 @@ class RedisEngine:
         self, key: RemoteKey, *, expected: bytes | None, value: bytes, timeout_seconds: float
     ) -> RemoteOutcome:
         which = "none" if expected is None else "same"
-        call = partial(
-            self._client.execute_command,
-            *("EVAL", _REPLACE_RECORD, 1, key, which, expected or b"", value),
-        )
-        found = await self._in_time(call, timeout_seconds)
+        command = ("EVAL", _REPLACE_RECORD, 1, key, which, expected or b"", value)
+        [found] = await self._run([command], [0], timeout_seconds)
         if isinstance(found, RemoteOutcome):
             return found
         return RemoteOutcome.DONE if found == 1 else RemoteOutcome.LOST
@@ -142,32 +144,75 @@ class RedisEngine:
         await ended_in_time([self._client.aclose()], 1.0, None)
 
     async def _run(
-        self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], timeout_seconds: float
+        self, commands: Sequence[Command], sizes: Sequence[int], timeout_seconds: float
     ) -> list[Any]:
         """What each command was answered, or its outcome when that is trouble."""
-        groups = list(_groups(commands, sizes))
-        late = RemoteOutcome.TIMED_OUT
+        began = time_of_loop()
+        if self._settings.is_cluster and commands:
+            known = await self._in_time(self._know_cluster, timeout_seconds)
+            if isinstance(known, RemoteOutcome):
+                return [known] * len(commands)
+        groups = self._groups(commands, sizes)
+        left = max(0.0, began + timeout_seconds - time_of_loop())
         found = await ended_in_time(
-            [self._run_group(group) for group in groups], timeout_seconds, None
+            [self._run_group([commands[place] for place in group]) for group in groups], left, None
         )
-        return [
-            one
-            for group, answers in zip(groups, found, strict=True)
-            for one in (answers if answers is not None else [late] * len(group))
-        ]
+        answers: list[Any] = [RemoteOutcome.TIMED_OUT] * len(commands)
+        for group, these in zip(groups, found, strict=True):
+            for place, answer in zip(group, these or (), strict=False):
+                answers[place] = answer
+        return answers
 
-    async def _run_group(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _run_group(self, commands: Sequence[Command]) -> list[Any]:
+        """In a pipeline even if it is one: the cluster's client would otherwise answer a lost
+        connection by closing those of all other calls."""
         async with self._places:
             try:
-                if len(commands) == 1:
-                    return [await self._client.execute_command(*commands[0])]
                 pipeline = _pipeline_of(self._client, is_cluster=self._settings.is_cluster)
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers = await pipeline.execute(raise_on_error=False)
             except Exception as error:  # noqa: BLE001  # Whatever the client raises is an outcome.
-                return [outcome_of(error)] * len(commands)
+                outcome = outcome_of(error)
+                if self._settings.is_cluster and outcome is RemoteOutcome.UNREACHABLE:
+                    await self._learn_nodes()
+                return [outcome] * len(commands)
         return [outcome_of(one) if isinstance(one, Exception) else one for one in answers]
+
+    def _groups(self, commands: Sequence[Command], sizes: Sequence[int]) -> list[list[int]]:
+        """The places of commands that go in one pipeline each: to one node, and bounded."""
+        groups: list[list[int]] = []
+        open_groups: dict[str, tuple[list[int], int]] = {}
+        for place, (command, size) in enumerate(zip(commands, sizes, strict=True)):
+            node = self._node_of(_key_in(command)) if self._settings.is_cluster else ""
+            group, group_bytes = open_groups.get(node, ([], 0))
+            if (
+                not group
+                or len(group) >= PIPELINE_COMMANDS_MAX
+                or (group_bytes + size > PIPELINE_BYTES_MAX)
+            ):
+                group, group_bytes = [], 0
+                groups.append(group)
+            group.append(place)
+            open_groups[node] = (group, group_bytes + size)
+        return groups
+
+    def _node_of(self, key: str) -> str:
+        """The name of the node that has the key; empty where no node is known to have it."""
+        known = self._client.nodes_manager.slots_cache.get(self._client.keyslot(key))
+        return str(known[0].name) if known else ""
+
+    async def _know_cluster(self) -> None:
+        await self._client.initialize()  # Nothing happens once that is done.
+
+    async def _learn_nodes(self) -> None:
+        """After a node was lost: another one may have its slots by now."""
+        now = time_of_loop()
+        if now < self._learn_at:
+            return
+        self._learn_at = now + LEARN_SECONDS
+        with suppress(Exception):  # Then what is known stays.
+            await self._client.nodes_manager.initialize()
 
     async def _in_time(
         self, call: Callable[[], Awaitable[T]], timeout_seconds: float
@@ -193,6 +238,10 @@ class RedisEngine:
         nodes = [facts] if "used_memory" in facts else list(facts.values())
         used = sum(int(node["used_memory"]) for node in nodes)
         return used, sum(int(node.get("maxmemory", 0)) for node in nodes)
+
+
+def time_of_loop() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def outcome_of(error: Exception) -> RemoteOutcome:
@@ -222,21 +271,8 @@ def outcome_of(error: Exception) -> RemoteOutcome:
     return RemoteOutcome.UNREACHABLE if isinstance(error, gone) else RemoteOutcome.FAILED
 
 
-def _groups(
-    commands: Sequence[tuple[Any, ...]], sizes: Sequence[int]
-) -> Iterator[list[tuple[Any, ...]]]:
-    """Runs of commands that go in one pipeline each."""
-    group: list[tuple[Any, ...]] = []
-    group_bytes = 0
-    for command, size in zip(commands, sizes, strict=True):
-        is_full = len(group) >= PIPELINE_COMMANDS_MAX or group_bytes + size > PIPELINE_BYTES_MAX
-        if group and is_full:
-            yield group
-            group, group_bytes = [], 0
-        group.append(command)
-        group_bytes += size
-    if group:
-        yield group
+def _key_in(command: Command) -> str:
+    return str(command[3] if command[0] == "EVAL" else command[1])
 
 
 def _reply(found: Any, value_bytes_max: int | None) -> Reply:
@@ -300,8 +336,7 @@ def _cluster_of(settings: RedisSettings) -> Any:
         password=settings.password,
         require_full_coverage=False,  # What nodes are there serve what is theirs.
         max_connections=2 * CONNECTIONS_MAX,
-        # For slots that move: the client learns the nodes anew and asks once more.
-        retry=Retry(NoBackoff(), 1),
+        retry=Retry(NoBackoff(), 0),  # As above; slots that have moved are followed all the same.
         socket_timeout=None,
         **more,
     )

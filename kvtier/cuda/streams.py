@@ -186,13 +186,8 @@ class CopyStreams:
         with self._changed:
             for lane in (self._loads, self._stores):
                 self._reap(lane)
-                while lane.waiting and lane.in_flight_bytes < self._in_flight_bytes_max:
-                    if lane is self._loads or self._may_store_next():
-                        self._submit_next(lane)
-                    else:
-                        return
-                if lane.waiting:
-                    return
+        while self._pump_one():
+            pass  # Between two pieces whoever follows a load gets in.
 
     def poll(self) -> list[CopyTicket]:
         """The copies that have ended since the last poll, failed ones among them."""
@@ -228,6 +223,17 @@ class CopyStreams:
                 self._runtime.destroy_event(self._events.popleft())
 
     # -------------------------------------------------------------------------------- submitting
+
+    def _pump_one(self) -> bool:
+        """Submit the next piece, if there is one that may be in flight."""
+        with self._changed:
+            lane = self._loads if self._loads.waiting else self._stores
+            if not lane.waiting or lane.in_flight_bytes >= self._in_flight_bytes_max:
+                return False
+            if lane is self._stores and not self._may_store_next():
+                return False
+            self._submit_next(lane)
+            return True
 
     def _ask(self, ticket: CopyTicket) -> CopyTicket:
         with self._changed:

@@ -36,7 +36,7 @@ class ComputeCosts:
 
 
 class FakeGpu(GpuDevice):
-    """Its host thread is the engine's; `meanwhile` is what the copying thread does beside it."""
+    """Its host thread is the engine's; `meanwhile` is what others do while that waits."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class FakeGpu(GpuDevice):
         self.compute = self.cuda.create_stream(0)
         self.costs = costs
         self.meanwhile: Callable[[], object] = lambda: None
+        self.before_launch: Callable[[], object] = lambda: None
         self.read_count = 0  # Of results: what a step may wait for.
         super().__init__(model, config, self.cuda, torch.device("cpu"))
 
@@ -63,11 +64,11 @@ class FakeGpu(GpuDevice):
         return self._address
 
     def launch(self, part: Part) -> None:
-        self.meanwhile()
+        self.before_launch()
         self.cuda.compute(self.compute, self.costs.part_seconds, effect=part, name="part")
 
     def launch_layer(self, part: Part, layer: int, plan: AttentionPlan) -> None:
-        self.meanwhile()
+        self.before_launch()
         self.cuda.compute(
             self.compute,
             self.costs.layer_seconds,

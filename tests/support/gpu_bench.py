@@ -1,7 +1,7 @@
 """The reference engine on a fake GPU with all of kvtier's connector: only the daemon is played.
 
-The copying thread's steps are made by the engine's thread, while it launches parts of a step, waits
-for tokens, and pauses: how many of them and when is chance where there is a seed.
+The copying thread's steps are made by the engine's thread while it waits for tokens and pauses, and
+where there is a seed, also between the launches of a step: how many and when is chance.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvtier.cuda.fake import FakeCudart
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.connector_api import EngineConnector
 from kvtier.engine.engine import Engine
+from kvtier.engine.hashing import HashChain
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
 from kvtier.types import CommitOutcome
@@ -93,6 +94,7 @@ class GpuBench:
         config: EngineConfig,
         *,
         client: WatchedClient | None = None,
+        slot_count: int = 128,
         seed: int | None = None,
         gpu: FakeGpu | None = None,
         settings: ConnectorSettings = SETTINGS,
@@ -100,7 +102,7 @@ class GpuBench:
         spec = namespace_spec(model, config)
         self.gpu = gpu or FakeGpu(model, config, seed=seed)
         self.cuda = self.gpu.cuda
-        self.client = client or WatchedClient(slot_count=128, shard_bytes=spec.shard_bytes)
+        self.client = client or WatchedClient(slot_count=slot_count, shard_bytes=spec.shard_bytes)
         self.client.cuda = self.cuda
         self.clock = self.client.clock
         self._random = random.Random(seed) if seed is not None else None
@@ -116,6 +118,9 @@ class GpuBench:
         )
         self.worker.watch = CopyWatch(self.gpu, self.client.memory[0])
         self.gpu.meanwhile = self._copy
+        if self._random is not None:  # Else what others do would cost the engine's thread its time.
+            self.gpu.before_launch = self._copy
+        self.namespace = self.client.open_namespace(spec)
         self.engine = Engine(
             model,
             config,
@@ -124,6 +129,17 @@ class GpuBench:
             clock=self.clock,
             pause=self._pause,
         )
+
+    def fill(self, prompt: Sequence[int]) -> None:
+        """As if another engine had offloaded the prompt's blocks; their bytes do not matter."""
+        config = self.engine.config
+        chain = HashChain(seed=config.hash_seed, block_tokens=config.block_tokens)
+        chain.extend(prompt)
+        parent = None
+        for block_hash in chain.hashes:
+            self.namespace.resident[block_hash] = self.client.free.pop()
+            self.namespace.parents[block_hash] = parent
+            parent = block_hash
 
     def close(self) -> None:
         """Whatever was done, nothing of it may have been a race, or have waited for the device."""
@@ -145,6 +161,10 @@ class GpuBench:
 
     def _pause(self, seconds: float) -> None:
         self.clock.advance(seconds)
+        if self._random is None:
+            self.lane.step()
+            self.cuda.advance(seconds)
+            return
         for _ in range(4):
             self._copy()
             self.cuda.advance(50e-6)

@@ -128,16 +128,14 @@ def test_several_loads_are_computed_beside_in_one_step(filled: WatchedClient) ->
 
 def spoil_loads(bench: GpuBench) -> None:
     """Once a load is begun its deadline passes, and the daemon gives the slots to others."""
-    copy = bench.gpu.meanwhile
 
-    def meanwhile() -> None:
+    def before_launch() -> None:
         leased = [slot for slots in bench.client.leases.values() for slot in slots]
         if bench.client.open_hold_count and leased and not bench.lane._under_way:
             bench.clock.advance(31.0)
             bench.client.memory[0][leased] = 0x3F
-            bench.gpu.meanwhile = copy
 
-    bench.gpu.meanwhile = meanwhile
+    bench.gpu.before_launch = before_launch
     # A load that is late for whatever reason; all of its bytes are those of others.
     bench.worker.watch.differing = lambda result: []  # type: ignore[method-assign]
 

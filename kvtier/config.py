@@ -27,6 +27,7 @@ from kvtier.config_values import (
     Fraction,
     Kind,
     NodeNumber,
+    NodeNumbers,
     Paths,
     PathValue,
     Seconds,
@@ -106,11 +107,12 @@ class DramConfig:
         "Size of one slab, a multiple of 2 MiB. auto: a sixteenth of the budget, between "
         "16 MiB (or the whole budget) and 1 GiB. A namespace takes whole slabs, one a shard.",
     )
-    node: int = option(
-        ANY_NODE,
-        NodeNumber(),
-        "NUMA node that all slabs must lie on, such as the one that the GPUs hang on; "
-        "`kvtier probe` names it. any: wherever the kernel finds memory.",
+    nodes: tuple[int, ...] = option(
+        (),
+        NodeNumbers(),
+        "NUMA nodes that slabs must lie on, as many on each: those that GPUs hang on, as "
+        "`kvtier probe` names them. A worker's blocks go to the node of its GPU first. []: "
+        "wherever the kernel finds memory.",
     )
     populate_threads: int = option(
         2, Count(1, 64), "Threads that populate slabs in the background."

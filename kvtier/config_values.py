@@ -130,6 +130,35 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeNumbers:
+    """A list of NUMA nodes; on the command line with commas between them."""
+
+    high: int = 1023
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} is {value!r}: it must be a list such as [0, 1]")
+        for node in value:
+            if isinstance(node, bool) or not isinstance(node, int):
+                raise ConfigError(f"{name} has {node!r}: a node is a number, 0 to {self.high}")
+            _in_range(name, node, 0, self.high)
+        if len(set(value)) != len(value):
+            raise ConfigError(f"{name} names a node twice: {list(value)}")
+        return tuple(value)
+
+    def from_text(self, text: str) -> object:
+        parts = text.split(",") if text else []
+        return [int(part) if part.isdecimal() else part for part in parts]
+
+    def describe(self) -> str:
+        return f"a list of nodes, 0 to {self.high}"
+
+    def show(self, value: object) -> str:
+        assert isinstance(value, tuple)
+        return str(list(value))
+
+
+@dataclass(frozen=True, slots=True)
 class NodeNumber:
     """The number of a NUMA node, or a word for its absence."""
 

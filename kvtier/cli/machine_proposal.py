@@ -67,10 +67,10 @@ def _propose_dram(machine: Machine, options: list[ProposedOption], notes: list[s
     if room_bytes is None:
         notes.append("Nobody tells how much memory is available: set dram.bytes yourself.")
         return
-    node, why = _dram_node(machine)
-    if node is not None:
-        room_bytes = min(room_bytes, node.free_bytes)
-        whose = f"{whose} on node {node.index}"
+    nodes, why = _dram_nodes(machine)
+    if nodes:
+        room_bytes = min(room_bytes, len(nodes) * min(node.free_bytes for node in nodes))
+        whose = f"{whose} on {_names(nodes)}"
     share = _SHARE_WITH_GPUS if machine.gpus else _SHARE_WITHOUT
     budget_bytes = _rounded(max(0, room_bytes - _RESERVE_BYTES) // share)
     if budget_bytes < 2 * MIB:
@@ -88,8 +88,9 @@ def _propose_dram(machine: Machine, options: list[ProposedOption], notes: list[s
             f"{bytes_text(room_bytes)} are available{whose}: {words[share]}.",
         )
     )
-    if node is not None:
-        options.append(ProposedOption("dram", "node", str(node.index), why))
+    if nodes:
+        numbers = json.dumps([node.index for node in nodes])
+        options.append(ProposedOption("dram", "nodes", numbers, why))
 
 
 def _dram_room(machine: Machine) -> tuple[int | None, str]:
@@ -103,20 +104,29 @@ def _dram_room(machine: Machine) -> tuple[int | None, str]:
     return min(machine.available_bytes, fast_bytes), " beside processors"
 
 
-def _dram_node(machine: Machine) -> tuple[Node | None, str]:
-    """The node to bind the tier to, where one is clearly the best."""
-    processors = machine.processor_nodes
+def _dram_nodes(machine: Machine) -> tuple[tuple[Node, ...], str]:
+    """The nodes to bind the tier to, where some are clearly the best."""
+    processors = tuple(machine.processor_nodes)
     if machine.memory_only_nodes and len(processors) == 1:
-        return processors[0], (
+        return processors, (
             "The only node with processors: without this, slabs may come to lie on the slower "
             "nodes."
         )
-    homes = {gpu.node for gpu in machine.gpus}
-    if len(processors) > 1 and len(homes) == 1:
-        home = next((node for node in processors if node.index in homes), None)
-        if home is not None:
-            return home, "All GPUs hang on this node; copies to the other sockets are slower."
-    return None, ""
+    indexes = {gpu.node for gpu in machine.gpus}
+    homes = tuple(node for node in processors if node.index in indexes)
+    if len(processors) > 1 and None not in indexes and len(homes) == len(indexes):
+        if len(homes) == 1:
+            return homes, "All GPUs hang on this node; copies to the other sockets are slower."
+        return homes, (
+            "GPUs hang on each of these; a worker's blocks go to the node of its own, as copies "
+            "between sockets are slower."
+        )
+    return (), ""
+
+
+def _names(nodes: tuple[Node, ...]) -> str:
+    numbers = ", ".join(str(node.index) for node in nodes)
+    return f"node {numbers}" if len(nodes) == 1 else f"nodes {numbers}"
 
 
 def _propose_cxl(machine: Machine, options: list[ProposedOption]) -> None:

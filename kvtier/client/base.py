@@ -41,6 +41,7 @@ class ClientBase:
         role: Role = Role.BOTH,
         shards: tuple[int, ...] = (0,),
         name: str = "",
+        memory_node: int | None = None,
         settings: ClientSettings = ClientSettings(),
         clock: Clock = SystemClock(),
     ) -> None:
@@ -48,9 +49,14 @@ class ClientBase:
 
         `socket_path`: the session socket, or "tcp://HOST:PORT" for a by-value session.
         `engine_id`: 16 bytes, equal in every process of one engine.
+        `memory_node`: the NUMA node nearest to a worker's device; its slots are to lie there.
         """
         identity = Identity(
-            EngineId(engine_id or secrets.token_bytes(ENGINE_ID_BYTES)), role, shards, name
+            EngineId(engine_id or secrets.token_bytes(ENGINE_ID_BYTES)),
+            role,
+            shards,
+            name,
+            memory_node,
         )
         _check_identity(identity)
         self._link = Link(settings, clock)

@@ -25,6 +25,7 @@ class Identity:
     role: Role
     shards: tuple[int, ...]
     name: str
+    memory_node: int | None = None  # The NUMA node nearest to the device.
 
 
 class Door(Protocol):

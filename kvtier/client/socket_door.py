@@ -84,6 +84,7 @@ class SocketDoor:
             welcome_ns=welcome.daemon_ns,
             client_ns=self._link.clock.now_ns(),
             name=self._identity.name,
+            memory_node=0 if self._identity.memory_node is None else self._identity.memory_node + 1,
         )
         last = self._last
         if last is not None and last.ref.generation == welcome.generation:

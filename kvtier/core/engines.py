@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvtier.core.events import SessionOpened
 from kvtier.errors import Forbidden, Unauthenticated
 from kvtier.types import EngineId, NamespaceId, Role, SessionId
 
@@ -53,6 +54,7 @@ class Session:
     shards: tuple[int, ...]
     by_value: bool
     process: Process
+    node: int | None = None  # The NUMA node nearest to its device.
     live: bool = True
     namespaces: dict[NamespaceId, None] = field(default_factory=dict)
 
@@ -119,6 +121,19 @@ class EngineTable:
     def sessions(self) -> list[Session]:
         return list(self._sessions.values())
 
+    def node_of(self, session: SessionId) -> int | None:
+        """The NUMA node nearest to the device of this session's engine, as far as its workers have
+        said; of several workers the first one's."""
+        mine = self._sessions.get(session)
+        if mine is None:
+            return None
+        nodes = (
+            one.node
+            for one in self._sessions.values()
+            if one.live and one.engine == mine.engine and one.node is not None
+        )
+        return next(nodes, None)
+
     @property
     def scheduler_count(self) -> int:
         """Live sessions that reserve slots ahead: tools and mere workers never do."""
@@ -144,20 +159,12 @@ class EngineTable:
 
     # --------------------------------------------------------------------------------- changes
 
-    def open(
-        self,
-        session: SessionId,
-        *,
-        engine: EngineId,
-        role: Role,
-        shards: tuple[int, ...],
-        by_value: bool,
-        replaces: SessionId | None,
-    ) -> None:
+    def open(self, opened: SessionOpened) -> None:
         """A new session, of a new process or of the one behind `replaces`."""
+        session, engine = opened.session, opened.engine
         assert session not in self._sessions, f"session {session} opened twice"
-        maps_slots = role in (Role.WORKER, Role.BOTH) and not by_value
-        old = self._sessions.get(replaces) if replaces is not None else None
+        maps_slots = opened.role in (Role.WORKER, Role.BOTH) and not opened.by_value
+        old = self._sessions.get(opened.replaces) if opened.replaces is not None else None
         if old is not None and old.engine == engine and old.process.state in _REVIVABLE:
             process = old.process
             process.state = ProcessState.LIVE
@@ -168,7 +175,9 @@ class EngineTable:
             self._processes.setdefault(engine, {})[session] = process
             begins_to_map = maps_slots
         process.current = session
-        self._sessions[session] = Session(session, engine, role, shards, by_value, process)
+        self._sessions[session] = Session(
+            session, engine, opened.role, opened.shards, opened.by_value, process, opened.node
+        )
         if begins_to_map:
             # A scheduler that does not know yet that its session ended may instruct it too.
             for one in self._quarantines.values():

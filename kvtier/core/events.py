@@ -49,6 +49,7 @@ class SlabPopulated:
     """The pool has one more slab whose pages exist; nobody owns it yet."""
 
     slab: SlabId
+    node: int | None = None  # The NUMA node that all its pages are on; None when that may be any.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class SessionOpened:
     shards: tuple[int, ...] = ()
     by_value: bool = False
     replaces: SessionId | None = None  # The same process's earlier session, proven by its token.
+    node: int | None = None  # The NUMA node nearest to the worker's device; None when not known.
 
 
 @dataclass(frozen=True, slots=True)

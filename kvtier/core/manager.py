@@ -195,14 +195,7 @@ class BlockManager:
         ]
 
     def _on_session_opened(self, event: ev.SessionOpened, now: float) -> list[ins.Instruction]:
-        self._engines.open(
-            event.session,
-            engine=event.engine,
-            role=event.role,
-            shards=event.shards,
-            by_value=event.by_value,
-            replaces=event.replaces,
-        )
+        self._engines.open(event)
         if event.replaces is None:
             return []
         return self._end_session(event.replaces, now)

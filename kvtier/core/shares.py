@@ -42,11 +42,12 @@ class Shares:
         self._used_at: dict[NamespaceId, float] = {}
         self._wanting: dict[NamespaceId, None] = {}  # Ran short since they last grew.
         self._usable_sets: dict[tuple[EngineId, NamespaceId], frozenset[SlabSetId]] = {}
+        self._near_sets: dict[tuple[int, NamespaceId], frozenset[SlabSetId]] = {}  # By node.
 
     # ----------------------------------------------------------------------------------- slabs
 
     def on_slab_populated(self, event: ev.SlabPopulated, now: float) -> list[ins.Instruction]:
-        self._ledger.stock.append(event.slab)
+        self._ledger.put(event.slab, event.node)
         self._populated_at = now
         found: list[ins.Instruction] = []
         # The poorest first, or a slab that was withdrawn for it would go back to the richest.
@@ -89,7 +90,7 @@ class Shares:
         ]
         if not self._ledger.sets_of(event.namespace):
             self._wanting[event.namespace] = None
-            found.extend(self._grow(residency, now))
+            found.extend(self._grow(residency, now, session.node))
             found.extend(self._rebalance(residency, now))
         return found
 
@@ -115,6 +116,7 @@ class Shares:
     def forget_mappings(self) -> None:
         """Which sets an engine can use is worked out anew at its next call."""
         self._usable_sets.clear()
+        self._near_sets.clear()
 
     def drop_idle_sets(self) -> list[ins.Instruction]:
         """Give up withdrawn sets that nobody maps and whose slots are all free."""
@@ -161,11 +163,12 @@ class Shares:
         """Take up to `event.count` slots, growing or evicting for them."""
         tier = residency.tier
         usable = self.usable(event.session, event.namespace)
+        node = self._engines.node_of(event.session)
+        found = self._grow_near(residency, node, event.count, now)
         free_count = tier.allocator.free_count_in(usable)
-        found: list[ins.Instruction] = []
         if free_count < event.count:
             self._wanting[event.namespace] = None
-            found.extend(self._grow(residency, now))
+            found.extend(self._grow(residency, now, node))
             free_count = tier.allocator.free_count_in(usable)
         stock_count_max = self._stock_count_max(residency)
         held_count = tier.reserved_by.get(event.session, 0)
@@ -180,7 +183,8 @@ class Shares:
             found.extend(self._rebalance(residency, now))
             found.extend(self._recalls(residency, event.session, stock_count_max))
         free_count = tier.allocator.free_count_in(usable)
-        places = tier.reserve(min(wanted, free_count), event.session, usable)
+        near = self._near(residency, node)
+        places = tier.reserve(min(wanted, free_count), event.session, usable, near)
         slots = tier.slots_of(places)
         if len(slots):
             found.append(ins.WriteReserved(event.namespace, slots, engine))
@@ -194,17 +198,19 @@ class Shares:
         """Take up to `count` slots that the session may use, evicting for them; at most a slice."""
         tier = residency.tier
         usable = self.usable(session, residency.facts.namespace)
-        found: list[ins.Instruction] = []
+        node = self._engines.node_of(session)
         count = min(count, self.promoted_slice_blocks)
+        found = self._grow_near(residency, node, count, now)
         if tier.allocator.free_count_in(usable) < count:
             self._wanting[residency.facts.namespace] = None
-            found.extend(self._grow(residency, now))
+            found.extend(self._grow(residency, now, node))
             missing = count - tier.allocator.free_count_in(usable)
             hashes = residency.evict(missing) if missing > 0 else []
             if hashes:
                 found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
         free_count = tier.allocator.free_count_in(usable)
-        return tier.reserve(min(count, free_count), DAEMON_SESSION, usable), found
+        near = self._near(residency, node)
+        return tier.reserve(min(count, free_count), DAEMON_SESSION, usable, near), found
 
     @property
     def promoted_slice_blocks(self) -> int:
@@ -239,10 +245,38 @@ class Shares:
 
     # --------------------------------------------------------------------------------- helpers
 
-    def _grow(self, residency: Residency, now: float) -> list[ins.Instruction]:
+    def _near(self, residency: Residency, node: int | None) -> Collection[SlabSetId]:
+        """The namespace's sets that lie on this node."""
+        if node is None:
+            return ()
+        key = (node, residency.facts.namespace)
+        found = self._near_sets.get(key)
+        if found is None:
+            sets = self._ledger.sets_of(residency.facts.namespace)
+            found = frozenset(one.slab_set for one in sets if one.node == node)
+            self._near_sets[key] = found
+        return found
+
+    def _grow_near(
+        self, residency: Residency, node: int | None, count: int, now: float
+    ) -> list[ins.Instruction]:
+        """Grow on the engine's own node before far slots are used, while the stock allows."""
+        if node is None or self._ledger.stock_count_on(node) < residency.facts.shard_count:
+            return []
+        if residency.tier.allocator.free_count_in(self._near(residency, node)) >= count:
+            return []
+        return self._grow(residency, now, node)
+
+    def _grow(
+        self, residency: Residency, now: float, node: int | None = None
+    ) -> list[ins.Instruction]:
         facts = residency.facts
         one = self._ledger.bind(
-            facts.namespace, shard_count=facts.shard_count, slot_bytes=facts.slot_bytes, now=now
+            facts.namespace,
+            shard_count=facts.shard_count,
+            slot_bytes=facts.slot_bytes,
+            now=now,
+            near=node,
         )
         if one is None:
             return []

@@ -20,6 +20,7 @@ class SlabSet:
     slot_first: int
     slot_count: int
     bound_at: float
+    node: int | None = None  # That all of its slabs lie on; None when that may be any.
     withdrawn: bool = False
     voided_count: int = 0  # Of a withdrawn set: slots whose replicas were voided so far.
     mapped_by: dict[SlabId, dict[SessionId, None]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class SlabLedger:
         self.slab_count_max = slab_count_max
         self.stock: list[SlabId] = []
         self.sets: dict[SlabSetId, SlabSet] = {}
+        self._node_of: dict[SlabId, int] = {}  # Where that is known.
         self._set_of: dict[SlabId, SlabSetId] = {}
         self._next_set = 1
         self._next_slot = 0
@@ -74,20 +76,45 @@ class SlabLedger:
         """Slabs of the budget that the pool has not populated yet."""
         return self.slab_count_max - self.bound_count - len(self.stock)
 
+    def put(self, slab: SlabId, node: int | None) -> None:
+        """One more slab for the stock."""
+        self.stock.append(slab)
+        if node is not None:
+            self._node_of[slab] = node
+
+    def stock_count_on(self, node: int) -> int:
+        return sum(self._node_of.get(slab) == node for slab in self.stock)
+
     def slot_count_of(self, slot_bytes: int) -> int:
         return self.slab_bytes // slot_bytes
 
     def bind(
-        self, namespace: NamespaceId, *, shard_count: int, slot_bytes: int, now: float
+        self,
+        namespace: NamespaceId,
+        *,
+        shard_count: int,
+        slot_bytes: int,
+        now: float,
+        near: int | None = None,
     ) -> SlabSet | None:
-        """Bind one slab a shard from the stock, if there are as many."""
+        """Bind one slab a shard from the stock, if there are as many: those on node `near` first,
+        then in the order in which they came."""
         if len(self.stock) < shard_count:
             return None
+        if near is not None:
+            self.stock.sort(key=lambda slab: self._node_of.get(slab) != near)
         slabs = tuple(self.stock[:shard_count])
         del self.stock[:shard_count]
+        nodes = {self._node_of.get(slab) for slab in slabs}
         slot_count = self.slot_count_of(slot_bytes)
         bound = SlabSet(
-            SlabSetId(self._next_set), namespace, slabs, self._next_slot, slot_count, now
+            SlabSetId(self._next_set),
+            namespace,
+            slabs,
+            self._next_slot,
+            slot_count,
+            now,
+            nodes.pop() if len(nodes) == 1 else None,
         )
         self._next_set += 1
         self._next_slot += slot_count
@@ -110,6 +137,7 @@ class SlabLedger:
         """Forget a set; its slabs leave the ledger (the pool will populate fresh ones)."""
         for slab in self.sets.pop(slab_set).slabs:
             del self._set_of[slab]
+            self._node_of.pop(slab, None)
 
     def unmap_session(self, session: SessionId) -> None:
         for one in self.sets.values():

@@ -94,9 +94,17 @@ class SlotAllocator:
         """Free slots of these sets; of all sets when `usable` is None."""
         return sum(stack.count for stack in self._usable_stacks(usable))
 
-    def take(self, count: int, usable: Collection[SlabSetId] | None = None) -> Places:
-        """Take `count` slots of these sets, or none: raises TierFull and changes nothing."""
+    def take(
+        self,
+        count: int,
+        usable: Collection[SlabSetId] | None = None,
+        near: Collection[SlabSetId] = (),
+    ) -> Places:
+        """Take `count` slots of these sets, of those `near` first, or none: raises TierFull and
+        changes nothing."""
         stacks = self._usable_stacks(usable)
+        if near:
+            stacks.sort(key=lambda stack: stack.slab_set not in near)
         free_count = sum(stack.count for stack in stacks)
         if count > free_count:
             raise TierFull(f"want {count} slots, {free_count} free")

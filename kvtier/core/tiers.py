@@ -74,10 +74,15 @@ class MemoryTier:
     # ------------------------------------------------------------------------------- reserving
 
     def reserve(
-        self, count: int, session: SessionId, usable: Collection[SlabSetId] | None
+        self,
+        count: int,
+        session: SessionId,
+        usable: Collection[SlabSetId] | None,
+        near: Collection[SlabSetId] = (),
     ) -> Places:
-        """Take `count` slots for `session`; raises TierFull and changes nothing."""
-        places = self.allocator.take(count, usable)
+        """Take `count` slots for `session`, in the sets `near` first; raises TierFull and changes
+        nothing."""
+        places = self.allocator.take(count, usable, near)
         move(self.state, places, ReplicaEvent.RESERVE)
         self.owner[places] = session
         self.summed[places] = False

@@ -6,7 +6,8 @@ the pool's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -102,6 +103,64 @@ class MemorySource:
         if self._wanted is None:
             self._wanted = best_page_kind()
         return self._wanted
+
+
+class SpreadSource:
+    """Memfds on several nodes, as many on each; implements `SlabSource`."""
+
+    def __init__(self, nodes: Sequence[int], sysfs: Path = SYSFS) -> None:
+        """Raises ConfigError for a node that cannot give memory."""
+        assert nodes, "slabs must lie somewhere"
+        self._sources = {node: MemorySource(node, sysfs) for node in nodes}
+        self._lock = threading.Lock()  # Guards the rest.
+        self._counts = dict.fromkeys(nodes, 0)  # Slabs alive or in the making.
+
+    @property
+    def name(self) -> str:
+        return f"nodes {', '.join(map(str, self._counts))}"
+
+    def room_bytes(self) -> int | None:
+        """Of the node that the next slab goes to."""
+        with self._lock:
+            node = self._next()
+        return self._sources[node].room_bytes()
+
+    def populate(
+        self,
+        slab_id: SlabId,
+        slab_bytes: int,
+        *,
+        clock: Clock,
+        is_cancelled: Callable[[], bool],
+    ) -> Slab:
+        with self._lock:
+            node = self._next()
+            self._counts[node] += 1
+        try:
+            return self._sources[node].populate(
+                slab_id, slab_bytes, clock=clock, is_cancelled=is_cancelled
+            )
+        except BaseException:
+            with self._lock:
+                self._counts[node] -= 1
+            raise
+
+    def end(self, slab: Slab) -> None:
+        punch_slab(slab)
+        assert slab.node is not None, "a slab of one node without its node"
+        with self._lock:
+            self._counts[slab.node] -= 1
+
+    def _next(self) -> int:
+        return min(self._counts, key=lambda node: self._counts[node])
+
+
+def memory_source(nodes: Sequence[int]) -> SlabSource:
+    """Of this machine's memory; `nodes`: where it must lie, anywhere when empty.
+
+    Raises ConfigError for a node that cannot give memory.
+    """
+    return SpreadSource(nodes) if len(nodes) > 1 else MemorySource(nodes[0] if nodes else None)
 
 
 def assert_usable(node: int, sysfs: Path = SYSFS) -> None:

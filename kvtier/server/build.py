@@ -14,7 +14,7 @@ import grpc
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, slab_bytes_for
-from kvtier.config_values import ANY_NODE, AUTO, split_address
+from kvtier.config_values import AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
 from kvtier.core.settings import PIN_FRACTION_MAX, NvmeSettings
@@ -26,7 +26,7 @@ from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
-from kvtier.pools.source import MemorySource
+from kvtier.pools.source import memory_source
 from kvtier.server.admin import AdminServer
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
@@ -99,8 +99,9 @@ def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: in
         available = available_bytes()
         if available is None:
             raise ConfigError("nobody tells how much memory is available: set dram.bytes")
-        if config.dram.node != ANY_NODE:
-            available = min(available, node_room_bytes(config.dram.node) or 0)
+        if config.dram.nodes:
+            rooms = [node_room_bytes(node) or 0 for node in config.dram.nodes]
+            available = min(available, min(rooms) * len(rooms))
         budget_bytes = min(BUDGET_BYTES_MAX, available // 4)
     slab_bytes = config.dram.slab_bytes
     if slab_bytes == AUTO:
@@ -157,7 +158,7 @@ class _Builder:
             slab_bytes=plan.slab_bytes,
             slab_count_max=plan.slab_count_max,
             populate_threads=config.dram.populate_threads,
-            source=MemorySource(None if config.dram.node == ANY_NODE else config.dram.node),
+            source=memory_source(config.dram.nodes),
         )
         self.mover = Mover(self.pool, self.core, self.base.metrics)
         self.nvme: NvmeKeeper | None = None

@@ -45,6 +45,7 @@ def check_hello(hello: pb.Hello, greeting: Greeting) -> tuple[Opening, str]:
         by_value=bool(reason),
         old_session=SessionId(hello.old_session_id) if hello.old_session_id else None,
         old_token=hello.old_token,
+        node=hello.memory_node - 1 if hello.memory_node else None,
     )
     return opening, reason
 

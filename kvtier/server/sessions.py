@@ -59,6 +59,7 @@ class Opening:
     by_value: bool
     old_session: SessionId | None
     old_token: bytes
+    node: int | None = None  # The NUMA node nearest to a worker's device.
 
 
 class Sessions:
@@ -123,6 +124,7 @@ class Sessions:
                 shards=opening.shards,
                 by_value=record.by_value,
                 replaces=record.replaces,
+                node=opening.node,
             )
         )
         if record.pidfd is not None:

@@ -119,7 +119,7 @@ class SlabKeeper:
                 "pool populated",
                 extra={"bytes": self.populated_bytes, "huge_bytes": self.huge_bytes},
             )
-        self._core.post(SlabPopulated(outcome.id))
+        self._core.post(SlabPopulated(outcome.id, outcome.node))
 
     def _retry_later(self) -> None:
         assert self._loop is not None, "a slab before the start"

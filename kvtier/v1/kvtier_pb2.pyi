@@ -141,7 +141,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., daemon_version: _Optional[str] = ..., generation: _Optional[int] = ..., daemon_ns: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client_version", "engine_id", "role", "shards", "welcome_ns", "client_ns", "old_session_id", "old_token", "name")
+    __slots__ = ("protocol", "client_version", "engine_id", "role", "shards", "welcome_ns", "client_ns", "old_session_id", "old_token", "name", "memory_node")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class Hello(_message.Message):
     OLD_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OLD_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NODE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client_version: str
     engine_id: bytes
@@ -162,7 +163,8 @@ class Hello(_message.Message):
     old_session_id: int
     old_token: bytes
     name: str
-    def __init__(self, protocol: _Optional[int] = ..., client_version: _Optional[str] = ..., engine_id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., shards: _Optional[_Iterable[int]] = ..., welcome_ns: _Optional[int] = ..., client_ns: _Optional[int] = ..., old_session_id: _Optional[int] = ..., old_token: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
+    memory_node: int
+    def __init__(self, protocol: _Optional[int] = ..., client_version: _Optional[str] = ..., engine_id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., shards: _Optional[_Iterable[int]] = ..., welcome_ns: _Optional[int] = ..., client_ns: _Optional[int] = ..., old_session_id: _Optional[int] = ..., old_token: _Optional[bytes] = ..., name: _Optional[str] = ..., memory_node: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("session_id", "token", "by_value", "by_value_reason", "lease_ms_max", "lease_margin_ms", "grpc_address")

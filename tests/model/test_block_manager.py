@@ -47,12 +47,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for namespace in (SHARED, RIVAL):
             self.world.open_namespace(namespace, slot_bytes=SLOT_BYTES)
         self.world.open_namespace(SHARDED, slot_bytes=SLOT_BYTES, shard_count=2)
-        for _ in range(4):
-            self.world.populate_slab()
+        for number in range(4):
+            self.world.populate_slab(node=(0, 1, 1, None)[number])
         self.engine_count = 3
         self.engines = [
-            FakeEngine(self.world, 1, shard_count=1, together=True),
-            FakeEngine(self.world, 2, shard_count=1, together=False),
+            FakeEngine(self.world, 1, shard_count=1, together=True, node=0),
+            FakeEngine(self.world, 2, shard_count=1, together=False, node=1),
             FakeEngine(self.world, 3, shard_count=2, together=False),
         ]
         for engine in self.engines:
@@ -251,6 +251,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.engine_count,
             shard_count=len(gone.workers),
             together=gone.scheduler in gone.workers,
+            node=gone.node,
         )
         anew.dma = gone.dma
         self.engines[self.engines.index(gone)] = anew

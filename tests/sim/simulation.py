@@ -27,6 +27,7 @@ REQUEST_SECONDS = 0.35  # Mean time between two requests of one engine.
 FAULT_SECONDS = 1.5  # Mean time between two faults.
 CHECKED_STEPS = 25  # All invariants are checked every so many steps.
 LEASE_SECONDS = 4.0
+NODES = (0, 1, None)  # Of slabs and of engines, in turns.
 HIT_RATIO_MIN = 0.95
 EXPECTED_BLOCKS_MIN = 300
 
@@ -319,7 +320,11 @@ class Simulation:
     def _start_engine(self, shard_count: int, together: bool) -> FakeEngine:
         self._engine_count += 1
         engine = FakeEngine(
-            self.world, self._engine_count, shard_count=shard_count, together=together
+            self.world,
+            self._engine_count,
+            shard_count=shard_count,
+            together=together,
+            node=NODES[self._engine_count % len(NODES)],
         )
         self.engines.append(engine)
         for process in engine.processes:
@@ -338,7 +343,7 @@ class Simulation:
 
         def populate() -> None:
             if self.world.manager is manager:
-                self.world.populate_slab()
+                self.world.populate_slab(NODES[len(self.world.node_of) % len(NODES)])
 
         return populate
 

@@ -79,9 +79,18 @@ class Tally:
 class FakeEngine:
     """Every method is one thing that may happen next; each does nothing when it cannot happen."""
 
-    def __init__(self, world: World, number: int, *, shard_count: int, together: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        *,
+        shard_count: int,
+        together: bool,
+        node: int | None = None,
+    ) -> None:
         """`together`: one process is scheduler and worker of the only shard."""
         self.world = world
+        self.node = node  # Nearest to its device, as its workers say.
         self.id = engine_id(number)
         self.tally = Tally()
         if together:
@@ -118,7 +127,14 @@ class FakeEngine:
         process.session = process.last_session = session
         self.sessions.add(session)
         world.run_quietly(
-            ev.SessionOpened(session, self.id, process.role, process.shards, replaces=replaces)
+            ev.SessionOpened(
+                session,
+                self.id,
+                process.role,
+                process.shards,
+                replaces=replaces,
+                node=self.node if process.shards else None,
+            )
         )
         for namespace in world.namespaces:
             self._join(session, namespace)

@@ -119,6 +119,7 @@ class World:
         self.reserved_watchers: list[Callable[[list[int]], None]] = []
         self.drop_watchers: list[Callable[[Sequence[SlabId]], None]] = []
         self._next_slab = 1
+        self.node_of: dict[SlabId, int | None] = {}
         self._next_session = 1
         self._next_epoch = 1
 
@@ -241,8 +242,9 @@ class World:
             for blocks in (record.in_memory, record.on_nvme, record.ready_at):
                 blocks.clear()
 
-    def populate_slab(self) -> None:
-        self.run_quietly(ev.SlabPopulated(SlabId(self._next_slab)))
+    def populate_slab(self, node: int | None = None) -> None:
+        self.run_quietly(ev.SlabPopulated(SlabId(self._next_slab), node))
+        self.node_of[SlabId(self._next_slab)] = node
         self._next_slab += 1
 
     def forget_waiting(self, sessions: Collection[SessionId]) -> None:
@@ -425,8 +427,8 @@ class World:
         self.dropped_slots.update(bound.slots)
         for slot in bound.slots:
             self.namespaces[bound.namespace].ready_at.pop(slot, None)
-        for _ in done.slabs:
-            self.populate_slab()
+        for slab in done.slabs:
+            self.populate_slab(self.node_of[slab])
 
 
 def engine_id(number: int) -> EngineId:

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import config
 from kvtier.config import MIB, Config, load, parse, slab_bytes_for
-from kvtier.config_values import ANY_NODE, AUTO, Emulation, format_bytes
+from kvtier.config_values import AUTO, Emulation, format_bytes
 from kvtier.errors import ConfigError
 
 
@@ -50,8 +50,10 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             {"server": {"sessions_max": 1.5}},
             "server.sessions_max is 1.5: it must be a whole number",
         ),
-        ({"dram": {"node": "near"}}, "dram.node is 'near': it may be any, or 0 to 1023"),
-        ({"dram": {"node": 1024}}, "dram.node is 1024: it may be 0 to 1023"),
+        ({"dram": {"nodes": ["near"]}}, "dram.nodes has 'near': a node is a number, 0 to 1023"),
+        ({"dram": {"nodes": 1}}, "dram.nodes is 1: it must be a list such as [0, 1]"),
+        ({"dram": {"nodes": [1, 1]}}, "dram.nodes names a node twice: [1, 1]"),
+        ({"dram": {"nodes": [1024]}}, "dram.nodes is 1024: it may be 0 to 1023"),
         ({"server": {"sessions_max": 0}}, "server.sessions_max is 0: it may be 1 to 4096"),
         ({"lease": {"seconds_max": "60"}}, "lease.seconds_max is '60': it must be a number"),
         ({"lease": {"seconds_max": math.nan}}, "lease.seconds_max is nan: it may be 1 to 3600"),
@@ -100,11 +102,12 @@ def test_options_that_contradict_each_other_are_refused(overrides: dict[str, str
         load(None, overrides)
 
 
-def test_a_node_is_a_number_or_any() -> None:
-    assert load(None).dram.node == ANY_NODE
-    assert load(None, {"dram.node": "1"}).dram.node == 1
-    assert load(None, {"dram.node": "any"}).dram.node == ANY_NODE
-    assert parse({"dram": {"node": 0}}).dram.node == 0
+def test_nodes_are_a_list_of_numbers() -> None:
+    assert load(None).dram.nodes == ()
+    assert load(None, {"dram.nodes": "1"}).dram.nodes == (1,)
+    assert load(None, {"dram.nodes": "0,2"}).dram.nodes == (0, 2)
+    assert load(None, {"dram.nodes": ""}).dram.nodes == ()
+    assert parse({"dram": {"nodes": [0]}}).dram.nodes == (0,)
 
 
 @pytest.mark.parametrize(

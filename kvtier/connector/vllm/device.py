@@ -16,6 +16,7 @@ from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.cuda.cudart import open_cudart
 from kvtier.cuda.device_layout import DeviceTensor, layout_of
 from kvtier.cuda.errors import CudaUnavailable
+from kvtier.cuda.numa import device_node
 from kvtier.cuda.runtime import Stream
 from kvtier.errors import BadRequest
 
@@ -52,6 +53,13 @@ def device_blocks(
     if wrong:
         log.error("kvtier: this GPU or its driver copies wrongly by %s: not used", ", ".join(wrong))
     return blocks
+
+
+def memory_node(device: torch.device) -> int | None:
+    """The NUMA node nearest to the GPU; None when nobody tells."""
+    if device.type != "cuda":
+        return None
+    return device_node(open_cudart().attributes(device.index))
 
 
 def device_tensors(geometry: BlockGeometry) -> list[DeviceTensor]:

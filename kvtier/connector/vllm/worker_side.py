@@ -14,7 +14,7 @@ from kvtier.connector.jobs import JobResult
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.vllm.copier import cpu_copier
-from kvtier.connector.vllm.device import device_blocks
+from kvtier.connector.vllm.device import device_blocks, memory_node
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
 from kvtier.connector.vllm.facts import namespace_of_engine
 from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
@@ -56,6 +56,7 @@ class WorkerSide:
             engine_id=engine_id_of(self._vllm_config),
             role=Role.WORKER,
             name="vllm worker",
+            memory_node=memory_node(next(iter(kv_caches.values())).device),
         )
         worker = WorkerConnector(client, spec, copier, settings=self._options.settings)
         self.begin(worker, client, spec)

@@ -24,12 +24,15 @@ from tests.e2e.client.conftest import MakeClient, StartDaemon, eventually, hashe
 
 def test_hello_says_who_we_are(start_daemon: StartDaemon, make_client: MakeClient) -> None:
     daemon = start_daemon()
-    client = make_client(engine_id=b"e" * 16, role=Role.WORKER, shards=(0, 3), name="rank 0")
+    client = make_client(
+        engine_id=b"e" * 16, role=Role.WORKER, shards=(0, 3), name="rank 0", memory_node=1
+    )
     assert client.wait_connected(10)
     [hello] = daemon.wait_sent("hello")
     assert (hello.engine_id, hello.role, list(hello.shards)) == (b"e" * 16, 2, [0, 3])
     assert (hello.name, hello.welcome_ns) == ("rank 0", 12345)
     assert hello.client_ns > 0
+    assert hello.memory_node == 2, "0 is for those that do not know"
     assert hello.old_session_id == 0
     assert daemon.pidfd_counts == [1]
 

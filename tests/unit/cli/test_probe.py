@@ -78,19 +78,27 @@ def test_a_laptop_keeps_three_quarters_of_its_memory(tmp_path: Path) -> None:
 def test_two_sockets_bind_the_tier_to_the_node_of_all_gpus(tmp_path: Path) -> None:
     machine = read_machine(two_sockets_with_gpus(tmp_path))
     loaded = configured(machine, tmp_path)
-    assert loaded.dram.node == 1
+    assert loaded.dram.nodes == (1,)
     assert loaded.dram.bytes == 234 * GIB
     assert "half of it" in reason_of(machine, "bytes")
-    assert "All GPUs hang on this node" in reason_of(machine, "node")
+    assert "All GPUs hang on this node" in reason_of(machine, "nodes")
     assert [gpu.model for gpu in machine.gpus] == ["NVIDIA H200"] * 4
     assert [node.index for node in machine.nearest_nodes(machine.gpus[0])] == [1, 0]
     assert machine.huge_pages.free_count == 2000
 
 
-def test_gpus_on_both_sockets_bind_the_tier_to_neither(tmp_path: Path) -> None:
+def test_gpus_on_both_sockets_spread_the_tier_over_both(tmp_path: Path) -> None:
     root = two_sockets_with_gpus(tmp_path)
     write_gpu(root, "0000:01:00.0", node=0)
-    assert configured(read_machine(root), tmp_path).dram.node == config.DramConfig().node
+    machine = read_machine(root)
+    assert configured(machine, tmp_path).dram.nodes == (0, 1)
+    assert "GPUs hang on each of these" in reason_of(machine, "nodes")
+
+
+def test_a_gpu_that_nobody_can_place_binds_the_tier_to_no_node(tmp_path: Path) -> None:
+    root = two_sockets_with_gpus(tmp_path)
+    write_gpu(root, "0000:01:00.0", node=-1)
+    assert configured(read_machine(root), tmp_path).dram.nodes == ()
 
 
 def test_disks_that_nobody_uses_are_proposed_behind_a_format(tmp_path: Path) -> None:
@@ -107,7 +115,7 @@ def test_disks_that_nobody_uses_are_proposed_behind_a_format(tmp_path: Path) -> 
 def test_cxl_memory_beside_one_socket_keeps_the_dram_tier_off_it(tmp_path: Path) -> None:
     machine = read_machine(cxl_node(tmp_path))
     loaded = configured(machine, tmp_path)
-    assert loaded.dram.node == 0
+    assert loaded.dram.nodes == (0,)
     assert loaded.dram.bytes == 57 * GIB, "a quarter of what is beside processors"
     reason = reason_of(read_machine(tmp_path), "bytes")
     assert "230.0 GiB are available beside processors on node 0" in reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.engines import EngineTable, QuietAsked
+from kvtier.core.events import SessionOpened
 from kvtier.errors import Forbidden, Unauthenticated
 from kvtier.types import NamespaceId, Role, SessionId
 from tests.support.world import engine_id
@@ -16,12 +17,14 @@ def open_session(
     table: EngineTable, session: int, role: Role, *, replaces: int | None = None, number: int = 1
 ) -> None:
     table.open(
-        SessionId(session),
-        engine=engine_id(number),
-        role=role,
-        shards=(0,) if role is not Role.SCHEDULER else (),
-        by_value=role is Role.TOOL,
-        replaces=None if replaces is None else SessionId(replaces),
+        SessionOpened(
+            SessionId(session),
+            engine=engine_id(number),
+            role=role,
+            shards=(0,) if role is not Role.SCHEDULER else (),
+            by_value=role is Role.TOOL,
+            replaces=None if replaces is None else SessionId(replaces),
+        )
     )
 
 

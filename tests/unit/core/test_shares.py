@@ -132,3 +132,55 @@ def test_a_session_with_more_than_its_part_is_asked_for_slots_when_others_run_dr
     other = story.new_engine(2)
     reserve(story.world, other.scheduler.session, 4)
     assert ins.RecallSlots(story.session, NS, 8) in story.world.mail[story.session]
+
+
+def numa_world(engine_nodes: tuple[int | None, ...]) -> tuple[World, list[FakeEngine]]:
+    """Four slabs, first those of node 0, and an engine near each of these nodes."""
+    world = World(replace(CONFIG, slab_count_max=4))
+    world.open_namespace(NS, slot_bytes=SLOT_BYTES)
+    for node in (0, 0, 1, 1):
+        world.populate_slab(node)
+    engines = [
+        FakeEngine(world, number, shard_count=1, together=True, node=node)
+        for number, node in enumerate(engine_nodes, start=1)
+    ]
+    return world, engines
+
+
+def read_all(engines: list[FakeEngine]) -> None:
+    for engine in engines:
+        engine.read_mail(engine.scheduler)
+
+
+def nodes_of(world: World, slots: ins.SlotsReserved) -> list[int | None]:
+    return [world.node_of[world.set_of(slot)[1].slabs[0]] for slot in slots.slots.tolist()]
+
+
+def test_an_engine_gets_slots_on_the_node_of_its_device_first() -> None:
+    world, engines = numa_world((0, 1))
+    far, near = engines
+    for _ in range(4):  # Grows once a call, and not before the engine has mapped what there is.
+        read_all(engines)
+        reserve(world, near.scheduler.session, 1)
+    read_all(engines)
+    assert set(nodes_of(world, reserve(world, far.scheduler.session, 1))) == {0}
+    assert set(nodes_of(world, reserve(world, near.scheduler.session, 1))) == {1}
+
+
+def test_far_slots_are_used_before_anything_is_evicted() -> None:
+    world, [engine] = numa_world((1,))
+    given: list[int | None] = []
+    for _ in range(100):
+        read_all([engine])
+        given += nodes_of(world, reserve(world, engine.scheduler.session, 1))
+    first_far = given.index(0)
+    assert set(given[:first_far]) == {1}, "near ones while there are any"
+    assert given[first_far:] == [0] * (len(given) - first_far)
+    assert given.count(0) == given.count(1)
+    assert world.manager.stats().evicted_count == 0
+
+
+def test_an_engine_whose_node_nobody_knows_takes_slabs_as_they_come() -> None:
+    world, [engine] = numa_world((None,))
+    read_all([engine])
+    assert set(nodes_of(world, reserve(world, engine.scheduler.session, 1))) == {0}

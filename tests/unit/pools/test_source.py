@@ -14,7 +14,7 @@ from kvtier.io.nodes import read_nodes
 from kvtier.memory import HUGE_BYTES
 from kvtier.pools import slabs
 from kvtier.pools.slabs import PageKind, Slab, populate_slab, punch_slab
-from kvtier.pools.source import MemorySource, placement_finding
+from kvtier.pools.source import MemorySource, SpreadSource, memory_source, placement_finding
 from kvtier.types import SlabId
 from tests.support.machine_trees import GIB, NodeTree, write_nodes
 
@@ -109,3 +109,34 @@ def test_the_room_on_a_node_is_the_nodes_when_that_is_less(tmp_path: Path) -> No
     write_nodes(tmp_path, {0: NodeTree("0-7", 16, 0.25, "10")})
     room_bytes = MemorySource(0, tmp_path / "sys").room_bytes() or 0
     assert 0 < room_bytes <= GIB // 4
+
+
+def test_slabs_are_spread_evenly_over_their_nodes(tmp_path: Path, monkeypatch) -> None:
+    """Nodes of a tree of files: where pages go is not asked."""
+    write_nodes(tmp_path, {0: NodeTree("0", 16, 8, "10 20"), 2: NodeTree("1", 16, 8, "20 10")})
+    monkeypatch.setattr(slabs.numa, "bind_to_node", lambda mapping, node: None)
+    monkeypatch.setattr(slabs.numa, "verify_on_node", lambda *args, **kwargs: None)
+    source = SpreadSource((0, 2), tmp_path / "sys")
+
+    def populate(number: int) -> Slab:
+        return source.populate(
+            SlabId(number), SLAB_BYTES, clock=SystemClock(), is_cancelled=lambda: False
+        )
+
+    made = [populate(number) for number in range(4)]
+    assert [slab.node for slab in made] == [0, 2, 0, 2]
+    for slab in (made[1], made[3]):
+        source.end(slab)
+    with pytest.raises(slabs.PopulateCancelled):
+        source.populate(SlabId(8), SLAB_BYTES, clock=SystemClock(), is_cancelled=lambda: True)
+    again = [populate(number) for number in (5, 6)]
+    assert [slab.node for slab in again] == [2, 2], "what has gone leaves room"
+    for slab in (made[0], made[2], *again):
+        source.end(slab)
+
+
+def test_one_node_or_none_needs_no_spreading() -> None:
+    assert memory_source(()).name == "memory"
+    assert memory_source((node_here(),)).name == f"node {node_here()}"
+    with pytest.raises(ConfigError, match="is not online"):
+        memory_source((node_here(), 1001))

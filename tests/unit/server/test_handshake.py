@@ -32,6 +32,13 @@ def test_clock_inside_the_round_trip_passes_fds() -> None:
     assert (opening.by_value, reason) == (False, "")
 
 
+def test_the_node_of_a_device_counts_from_one_so_that_none_is_0() -> None:
+    said = hello(WELCOME_NS + 500)
+    assert check_hello(said, greeting())[0].node is None
+    said.memory_node = 1
+    assert check_hello(said, greeting())[0].node == 0
+
+
 @pytest.mark.parametrize("offset_ns", [-2 * CLOCK_TOLERANCE_NS, 2 * CLOCK_TOLERANCE_NS, -(10**12)])
 def test_clock_outside_the_round_trip_is_by_value(offset_ns: int) -> None:
     opening, reason = check_hello(hello(WELCOME_NS + offset_ns), greeting())

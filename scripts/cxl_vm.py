@@ -81,7 +81,7 @@ MODES = {
         # The NVDIMM's room may be one namespace already, which is then made over.
         setup=(f"{MAKE_DEVDAX} -e namespace0.0 > /dev/null || {MAKE_DEVDAX} > /dev/null",),
         environment={"KVTIER_CXL_NODE": "1", "KVTIER_CXL_DAX": DAX},
-        tests=("tests/cxl/test_node.py", "tests/cxl/test_device.py"),
+        tests=("tests/cxl/test_node.py", "tests/cxl/test_pools.py", "tests/cxl/test_device.py"),
     ),
     "cxl": Mode(
         images={"cxl.img": 256 * MIB, "labels.img": MIB},

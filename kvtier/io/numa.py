@@ -84,8 +84,8 @@ def count_pages_by_node(
     if done < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"asking where pages lie: {os.strerror(number)}")
-    found, counts = np.unique(np.maximum(nodes, ABSENT), return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    counts = np.bincount(np.maximum(nodes, ABSENT) - ABSENT)  # Far faster than `unique`.
+    return {node + ABSENT: int(counts[node]) for node in np.flatnonzero(counts).tolist()}
 
 
 def verify_on_node(

@@ -34,7 +34,7 @@ from kvtier.cli import bench_run, measure
 from kvtier.cli.output import say
 from kvtier.cli.pool_book import book_of, reserve
 from kvtier.cli.sizes import positive
-from kvtier.core.events import BlocksRecovered, Event, NamespaceOpened, NvmeOpened
+from kvtier.core.events import BlocksRecovered, Event, LowerOpened, NamespaceOpened
 from kvtier.core.instructions import Continue
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
@@ -203,7 +203,7 @@ def _take_in(pool: NvmePool, found: RecoveredBlocks, chains: RecoveredChains) ->
         ),
         0.0,
     )
-    opened = NvmeOpened(
+    opened = LowerOpened(
         segment_bytes=geometry.segment_bytes,
         segment_count=geometry.segment_count * geometry.path_count,
         row_count_max=geometry.row_count_max,
@@ -216,7 +216,7 @@ def _take_in(pool: NvmePool, found: RecoveredBlocks, chains: RecoveredChains) ->
         epoch=chains.epoch,
         packed=chains.packed,
         parents=chains.parents,
-        nvme_slots=chains.nvme_slots,
+        lower_slots=chains.lower_slots,
         sequences=chains.sequences,
         used_at=chains.used_at,
     )

@@ -9,13 +9,13 @@ import numpy as np
 from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, Session
 from kvtier.core.leases import LeaseTable
-from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.lower_tier import LowerTier
 from kvtier.core.promotions import Promotions
 from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.slabs import SlabLedger
-from kvtier.core.stats import ManagerStats, NamespaceCounts, NvmeCounts, SessionCounts
-from kvtier.types import NamespaceId
+from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts, SessionCounts
+from kvtier.types import NamespaceId, TierName
 
 Namespaces = Mapping[NamespaceId, Residency]
 
@@ -26,7 +26,7 @@ def gather_stats(
     leases: LeaseTable,
     ledger: SlabLedger,
     *,
-    nvme: NvmeCounts | None,
+    lower: Mapping[TierName, LowerCounts],
     draining: bool,
 ) -> ManagerStats:
     return ManagerStats(
@@ -39,23 +39,21 @@ def gather_stats(
         slab_count_max=ledger.slab_count_max,
         evicted_count=sum(one.evicted_count for one in namespaces.values()),
         draining=draining,
-        nvme=nvme,
+        lower=lower,
     )
 
 
-def nvme_counts(nvme: NvmeTier, demotions: Demotions, promotions: Promotions) -> NvmeCounts | None:
-    """None while there is no NVMe tier."""
-    if not nvme.is_open:
-        return None
-    book = nvme.book
+def lower_counts(lower: LowerTier, demotions: Demotions, promotions: Promotions) -> LowerCounts:
+    """Of a tier that is open."""
+    book = lower.book
     ready_count = book.ready_count
-    return NvmeCounts(
+    return LowerCounts(
         segment_count=book.segment_count,
         free_segment_count=book.free_segment_count,
         slot_count=ready_count,
         block_count=ready_count,
         demoting_count=demotions.under_way_count,
-        promoting_count=promotions.under_way_count,
+        promoting_count=promotions.under_way_count_of(lower.tier),
         waiting_demote_count=demotions.waiting_count,
         budget_bytes_left=int(demotions.budget.left_bytes),
         written_bytes=demotions.written_bytes,

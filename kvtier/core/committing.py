@@ -9,8 +9,8 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
+from kvtier.core.ladder import Ladder
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.residency import CommittedSlice, Residency
 from kvtier.core.runs import runs_of
@@ -28,13 +28,13 @@ class Committing:
         namespaces: Mapping[NamespaceId, Residency],
         engines: EngineTable,
         shares: Shares,
-        demotions: Demotions,
+        ladder: Ladder,
         config: ManagerConfig,
     ) -> None:
         self._namespaces = namespaces
         self._engines = engines
         self._shares = shares
-        self._demotions = demotions
+        self._ladder = ladder
         self._config = config
 
     def commit(self, event: ev.Commit, now: float) -> list[ins.Instruction]:
@@ -126,4 +126,4 @@ class Committing:
         rows = residency.tier.row[places]
         # A doomed block still is READY until it is swept.
         resident = [row for row in rows.tolist() if residency.index.has_row(row)]
-        self._demotions.note_summed(residency, np.array(resident, dtype=np.int32))
+        self._ladder.note_summed(residency, np.array(resident, dtype=np.int32))

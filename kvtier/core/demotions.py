@@ -21,12 +21,12 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.index import NOBODY, PrefixIndex, RowFlag, Rows
-from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.lower_tier import LowerTier
 from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.retiring import Retiring
 from kvtier.core.runs import runs_of
-from kvtier.core.settings import NvmeSettings
+from kvtier.core.settings import LowerSettings
 from kvtier.core.write_budget import WriteBudget
 from kvtier.types import BlockHash, NamespaceId, TierName
 
@@ -52,12 +52,12 @@ class Demotions:
     """Part of the block manager, with its own slice of its state."""
 
     def __init__(
-        self, namespaces: Mapping[NamespaceId, Residency], nvme: NvmeTier, settings: NvmeSettings
+        self, namespaces: Mapping[NamespaceId, Residency], lower: LowerTier, settings: LowerSettings
     ) -> None:
         self._namespaces = namespaces
-        self._nvme = nvme
+        self._lower = lower
         self._settings = settings
-        self.retiring = Retiring(nvme, wait_seconds=settings.retire_wait_seconds)
+        self.retiring = Retiring(lower, wait_seconds=settings.retire_wait_seconds)
         self.budget = WriteBudget(bytes_per_hour=settings.write_bytes_per_hour)
         self._admitted: deque[tuple[NamespaceId, int]] = deque()
         self._spare: deque[tuple[NamespaceId, int]] = deque()
@@ -76,11 +76,11 @@ class Demotions:
         return len(self._under_way)
 
     def check_invariants(self) -> list[str]:
-        if not self._nvme.is_open:
+        if not self._lower.is_open:
             return []
         found = []
-        if self._nvme.book.reserved_count != len(self._under_way):
-            found.append("NVMe slots are reserved for nothing")
+        if self._lower.book.reserved_count != len(self._under_way):
+            found.append(f"{self._lower.tier} slots are reserved for nothing")
         if self.under_way_bytes < 0 or (not self._under_way and self.under_way_bytes):
             found.append("bytes are demoted of no block")
         for namespace, residency in self._namespaces.items():
@@ -89,7 +89,8 @@ class Demotions:
                 continue
             mine = {one.row for one in self._under_way.values() if one.index is index}
             rows = np.fromiter(index.row_of.rows(), np.int32, len(index.row_of))
-            if not mine.issuperset(rows[(index.flags[rows] & RowFlag.DEMOTING) != 0].tolist()):
+            flags = self._lower.columns(index).flags
+            if not mine.issuperset(rows[(flags[rows] & RowFlag.DEMOTING) != 0].tolist()):
                 found.append(f"namespace {namespace}: a block is called DEMOTING for ever")
         return found
 
@@ -97,15 +98,15 @@ class Demotions:
 
     def note_use(self, residency: Residency, rows: Rows) -> None:
         """These blocks, in chain order, were used: those used twice are admitted."""
-        if self._nvme.is_writable:
-            index = residency.index
-            twice = rows[(index.uses[rows] >= 2) & (index.nvme_slot[rows] == NOBODY)]
+        if self._lower.is_writable:
+            absent = self._lower.columns(residency.index).slot[rows] == NOBODY
+            twice = rows[(residency.index.uses[rows] >= 2) & absent]
             if len(twice):
                 self._ask(self._admitted, RowFlag.ADMITTED, residency, twice)
 
     def note_summed(self, residency: Residency, rows: Rows) -> None:
         """These blocks, in chain order, have a checksum now."""
-        if self._nvme.is_writable:
+        if self._lower.is_writable:
             twice = residency.index.uses[rows] >= 2
             self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
             self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
@@ -124,13 +125,14 @@ class Demotions:
         rows: Rows,
     ) -> None:
         index, tier = residency.index, residency.tier
-        if not self._nvme.has_room_for(residency):
+        if not self._lower.has_room_for(residency):
             return
+        columns = self._lower.columns(index)
         places = index.place[rows]
-        fresh = (index.nvme_slot[rows] == NOBODY) & tier.is_ready(places) & tier.summed[places]
-        fresh &= (index.flags[rows] & (flag | RowFlag.DEMOTING)) == 0
+        fresh = (columns.slot[rows] == NOBODY) & tier.is_ready(places) & tier.summed[places]
+        fresh &= (columns.flags[rows] & (flag | RowFlag.DEMOTING)) == 0
         mine = rows[fresh]
-        index.flags[mine] |= flag
+        columns.flags[mine] |= flag
         namespace = residency.facts.namespace
         queue.extend((namespace, row) for row in mine.tolist())
         while len(queue) > _WAITING_MAX:
@@ -138,16 +140,16 @@ class Demotions:
 
     def _pop(self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8) -> None:
         namespace, row = queue.popleft()
-        index = self._namespaces[namespace].index
-        if row < len(index.flags):
-            index.flags[row] &= ~flag
+        flags = self._lower.columns(self._namespaces[namespace].index).flags
+        if row < len(flags):
+            flags[row] &= ~flag
 
     # --------------------------------------------------------------------------------- beginning
 
     def pump(self, now: float) -> list[ins.Instruction]:
         """Begin as many demotions as the limits allow."""
         found: list[ins.Instruction] = []
-        if not self._nvme.is_writable:
+        if not self._lower.is_writable:
             return found
         self.budget.tell(now)
         while (
@@ -183,7 +185,7 @@ class Demotions:
                 residency, rows = self._gather(queue, flag)
                 if not len(rows):
                     continue  # All of them have gone, or gone down, since they asked.
-                segments = self._nvme.book.segment_count
+                segments = self._lower.book.segment_count
                 kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
                 found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
                 if begun_count < len(rows):
@@ -198,7 +200,7 @@ class Demotions:
         """The next blocks of one namespace, with the parents that they need; flagged DEMOTING."""
         namespace = queue[0][0]
         residency = self._namespaces[namespace]
-        index = residency.index
+        flags = self._lower.columns(residency.index).flags
         batch_bytes, slot_bytes = self._settings.batch_bytes, residency.facts.layout.slot_bytes
         count_max = max(1, min(self._settings.batch_blocks, batch_bytes // slot_bytes))
         rows: list[int] = []
@@ -211,7 +213,7 @@ class Demotions:
             if len(chain) <= room:
                 self._pop(queue, flag)
             for one in chain[:room]:
-                index.flags[one] |= RowFlag.DEMOTING
+                flags[one] |= RowFlag.DEMOTING
                 rows.append(one)
             if looked_count == 4 * count_max:
                 break  # Many that are gone already: go on at the next call.
@@ -221,12 +223,13 @@ class Demotions:
         """The block and those before it that have no copy, first one first; none if that cannot
         be, or if it has one."""
         index, tier = residency.index, residency.tier
-        if row >= len(index.flags) or not index.flags[row] & flag or not index.has_row(row):
+        columns = self._lower.columns(index)
+        if row >= len(columns.flags) or not columns.flags[row] & flag or not index.has_row(row):
             return []
         chain: list[int] = []
         at = row
-        while at != NOBODY and index.nvme_slot[at] == NOBODY:
-            if index.flags[at] & RowFlag.DEMOTING:
+        while at != NOBODY and columns.slot[at] == NOBODY:
+            if columns.flags[at] & RowFlag.DEMOTING:
                 break
             if not residency.is_in_memory(at) or not tier.summed[index.place[at]]:
                 return []
@@ -244,8 +247,9 @@ class Demotions:
         residency: Residency,
         rows: Rows,
     ) -> None:
-        residency.index.flags[rows] &= ~RowFlag.DEMOTING
-        residency.index.flags[rows] |= flag
+        columns = self._lower.columns(residency.index)
+        columns.flags[rows] &= ~RowFlag.DEMOTING
+        columns.flags[rows] |= flag
         namespace = residency.facts.namespace
         queue.extendleft((namespace, row) for row in rows[::-1].tolist())
 
@@ -253,7 +257,7 @@ class Demotions:
         self, residency: Residency, rows: Rows, *, free_kept_count: int
     ) -> tuple[list[ins.Instruction], int]:
         """Begin to demote the first of these blocks, for which there are slots; how many."""
-        facts, book = residency.facts, self._nvme.book
+        facts, book = residency.facts, self._lower.book
         found: list[ins.Instruction] = []
         reserved = book.reserve(
             facts.fingerprint,
@@ -263,8 +267,8 @@ class Demotions:
             free_kept_count=free_kept_count,
         )
         if reserved.bound:
-            self._nvme.forget_segments([header.segment for header in reserved.bound])
-            found.append(ins.BindSegments(reserved.bound))
+            self._lower.forget_segments([header.segment for header in reserved.bound])
+            found.append(ins.BindSegments(reserved.bound, self._lower.tier))
         count = len(reserved.slots)
         if not count:
             return found, 0
@@ -279,7 +283,8 @@ class Demotions:
         length_bytes = count * facts.layout.slot_bytes
         self.under_way_bytes += length_bytes
         self.budget.take(length_bytes)
-        found.append(ins.Demote(facts.namespace, residency.tier.slots_of(places), reserved.slots))
+        slots = residency.tier.slots_of(places)
+        found.append(ins.Demote(facts.namespace, slots, reserved.slots, self._lower.tier))
         return found, count
 
     # ------------------------------------------------------------------------------------ ending
@@ -289,16 +294,17 @@ class Demotions:
         tier = residency.tier
         places = tier.allocator.places_of(event.slots)
         self.under_way_bytes -= len(event.slots) * residency.facts.layout.slot_bytes
-        ended = [self._end(residency, slot) for slot in event.nvme_slots.tolist()]
+        ended = [self._end(residency, slot) for slot in event.lower_slots.tolist()]
         rows = np.array(ended, dtype=np.int32)
         alive = (tier.state[places] == ReplicaState.READY) & (tier.row[places] == rows)
         done = alive & (rows != NOBODY) & (event.outcomes == ev.TransferOutcome.DONE)
-        done &= self._nvme.is_readable
-        self.retiring.note_ended(residency.index.nvme_slot[rows[rows != NOBODY]].tolist())
+        done &= self._lower.is_readable
+        columns = self._lower.columns(residency.index)
+        self.retiring.note_ended(columns.slot[rows[rows != NOBODY]].tolist())
         found: list[ins.Instruction] = []
         if done.any():
             found.extend(self._commit(residency, rows[done], event, done))
-        self._nvme.book.abort(event.nvme_slots[~done])
+        self._lower.book.abort(event.lower_slots[~done])
         corrupt = places[alive & (event.outcomes == ev.TransferOutcome.CORRUPT)]
         hashes = residency.void_places(corrupt)
         if len(corrupt):
@@ -313,32 +319,34 @@ class Demotions:
         one = self._under_way.pop(slot)
         if one.index is not residency.index or one.index.hash_of[one.row] is not one.block:
             return NOBODY  # Cleared, or gone and its row perhaps another's.
-        one.index.flags[one.row] &= ~RowFlag.DEMOTING
+        self._lower.columns(one.index).flags[one.row] &= ~RowFlag.DEMOTING
         return one.row if one.index.is_whole(one.row) else NOBODY
 
     def _commit(
         self, residency: Residency, rows: Rows, event: ev.Demoted, done: np.ndarray
     ) -> list[ins.Instruction]:
-        slots = event.nvme_slots[done]
+        slots = event.lower_slots[done]
         hashes, parents = residency.named(rows)
-        fresh = residency.index.nvme_slot[rows] == NOBODY  # The others go again.
-        left = self._nvme.commit(residency, rows, slots)
-        sequence = self._nvme.book.take_sequences(len(slots))
+        # The others go again.
+        fresh = self._lower.columns(residency.index).slot[rows] == NOBODY
+        left = self._lower.commit(residency, rows, slots)
+        sequence = self._lower.book.take_sequences(len(slots))
         self.demoted_count += len(slots)
         self.written_bytes += len(slots) * residency.facts.layout.slot_bytes
         return [
-            ins.WriteNvmeReady(
+            ins.WriteLowerReady(
                 namespace=event.namespace,
-                nvme_slots=slots,
+                lower_slots=slots,
                 hashes=hashes,
                 parents=parents,
                 checksums=event.checksums[done],
                 epoch=residency.epoch,
                 sequence=sequence,
+                tier=self._lower.tier,
             ),
             *left,
             *(
-                ins.BlocksStored(event.namespace, TierName.NVME, run, parent)
+                ins.BlocksStored(event.namespace, self._lower.tier, run, parent)
                 for run, parent in runs_of(*residency.named(rows[fresh]))
             ),
         ]

@@ -23,6 +23,7 @@ from kvtier.types import (
     SessionId,
     SlabId,
     SlabSetId,
+    TierName,
 )
 
 Slots = npt.NDArray[np.uint32]
@@ -235,8 +236,8 @@ class TransferOutcome(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeOpened:
-    """The NVMe pool is read: it may be used from now on. Once in the daemon's life.
+class LowerOpened:
+    """The pool of a tier below memory is read: it may be used from now on. Once in its life.
 
     `lives` are the segments that hold blocks, each with its rows that do, ascending.
     """
@@ -248,11 +249,12 @@ class NvmeOpened:
     sequence_first: int
     lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
     is_writable: bool = True
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRecovered:
-    """What the NVMe pool held of this namespace when it was opened; parents before children.
+    """What a tier's pool held of this namespace when it was opened; parents before children.
 
     `parents[i]` is the position of block i's parent in these lists, -1 for the first of a chain.
     `sequences[i]` is the number of its segment's life: a block is gone if that has a new one since.
@@ -262,7 +264,7 @@ class BlocksRecovered:
     epoch: int
     packed: bytes  # The hashes, one after the other.
     parents: npt.NDArray[np.int32]
-    nvme_slots: Slots
+    lower_slots: Slots
     sequences: npt.NDArray[np.uint64]
     used_at: npt.NDArray[np.float64] | None = None  # Ascending with the last use; below 0.
     done_count: int = 0  # Set by the manager when the event is continued.
@@ -270,13 +272,15 @@ class BlocksRecovered:
     change_count: int = -1  # Likewise.
     # Likewise: how many blocks of those done are resident; None once some block has gone.
     own_count: int | None = 0
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeChanged:
-    """The NVMe pool is worse off: no more writes, or no use of it at all."""
+class LowerChanged:
+    """The pool of a tier below memory is worse off: no more writes, or no use of it at all."""
 
     readable: bool
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +289,10 @@ class Demoted:
 
     namespace: NamespaceId
     slots: Slots
-    nvme_slots: Slots
+    lower_slots: Slots
     outcomes: npt.NDArray[np.uint8]  # TransferOutcome.
     checksums: npt.NDArray[np.uint64]
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +300,11 @@ class Promoted:
     """Answer to Promote, once no call is under way: one outcome and one checksum a block."""
 
     namespace: NamespaceId
-    nvme_slots: Slots
+    lower_slots: Slots
     slots: Slots
     outcomes: npt.NDArray[np.uint8]  # TransferOutcome.
     checksums: npt.NDArray[np.uint64]
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,9 +372,9 @@ Event = (
     | HintSessionEnd
     | HintPaused
     | Prefetch
-    | NvmeOpened
+    | LowerOpened
     | BlocksRecovered
-    | NvmeChanged
+    | LowerChanged
     | Demoted
     | Promoted
     | ChecksumsComputed

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
 from kvtier.core.index import NOBODY
+from kvtier.core.ladder import Ladder, Origins
 from kvtier.core.leases import Lease, LeaseTable
 from kvtier.core.promotions import Promotions, Want
 from kvtier.core.replica import Places, ReplicaState
@@ -50,7 +50,7 @@ class _Found:
     """What one slice of Acquire pinned."""
 
     places: Places
-    from_nvme: Mask  # Where a block was on NVMe only.
+    origins: Origins  # Where each block was, see `Lease.origins`.
     cut: Cut
     is_promoting: bool = False
     instructions: list[ins.Instruction] = field(default_factory=list)
@@ -65,14 +65,14 @@ class Granting:
         engines: EngineTable,
         shares: Shares,
         promotions: Promotions,
-        demotions: Demotions,
+        ladder: Ladder,
         config: ManagerConfig,
     ) -> None:
         self._namespaces = namespaces
         self._engines = engines
         self._shares = shares
         self._promotions = promotions
-        self._demotions = demotions
+        self._ladder = ladder
         self._config = config
         self.leases = LeaseTable(margin_seconds=config.lease_margin_seconds)
         self._pending: dict[LeaseId, _Pending] = {}
@@ -97,7 +97,7 @@ class Granting:
             lease = found
         sliced = self._pin_slice(event, residency, now)
         lease.places.append(sliced.places)
-        lease.from_nvme.append(sliced.from_nvme)
+        lease.origins.append(sliced.origins)
         done_count = event.done_count + len(sliced.places)
         if sliced.cut is Cut.NONE and done_count < len(event.hashes):
             rest = replace(
@@ -132,12 +132,13 @@ class Granting:
                 limit_count=self._shares.lease_count_max(residency),
                 now=now,
             )
-            self._demotions.note_use(residency, sliced.rows)
-            from_nvme = sliced.places == NOBODY
+            self._ladder.note_use(residency, sliced.rows)
+            absent = sliced.places == NOBODY
+            origins = self._ladder.origins(residency.index, sliced.rows, absent)
             if sliced.cut is not Cut.DEADLINE or not waits:
-                return _Found(sliced.places, from_nvme, sliced.cut)
+                return _Found(sliced.places, origins, sliced.cut)
             if len(sliced.places):  # The rest of it in the next slice, with promotion.
-                return _Found(sliced.places, from_nvme, Cut.NONE, is_promoting=True)
+                return _Found(sliced.places, origins, Cut.NONE, is_promoting=True)
         return self._promote_slice(event, residency, part, after, now)
 
     def _promote_slice(
@@ -148,7 +149,7 @@ class Granting:
         after: BlockHash | None,
         now: float,
     ) -> _Found:
-        """Pin blocks wherever they are, and have those promoted that are on NVMe only."""
+        """Pin blocks wherever they are, and have those promoted that are not in memory."""
         # First of all, for it raises if the session has ended meanwhile.
         self._shares.usable(event.session, event.namespace)
         part = part[: self._config.evict_slice_blocks]
@@ -183,10 +184,11 @@ class Granting:
             self._unpin(residency, places[count:])
             rows, places, cut = rows[:count], places[:count], Cut.UNMAPPED
         residency.touch(rows, now)
-        self._demotions.note_use(residency, rows)
-        from_nvme = ~residency.tier.is_ready(places)
+        self._ladder.note_use(residency, rows)
+        absent = ~residency.tier.is_ready(places)
+        origins = self._ladder.origins(residency.index, rows, absent)
         instructions.extend(self._promotions.pump(now))
-        return _Found(places, from_nvme, cut, is_promoting=True, instructions=instructions)
+        return _Found(places, origins, cut, is_promoting=True, instructions=instructions)
 
     def _pin_room(self, residency: Residency, places: Places, skipped: int) -> int:
         """How many of these blocks the limit on pins allows, those to be promoted included."""
@@ -243,8 +245,8 @@ class Granting:
         self._unpin(residency, places[count:])
         places = places[:count]
         lease.places = [places]
-        nvme_count = int(lease.all_from_nvme()[:count].sum())
-        tiers = ((TierName.DRAM, count - nvme_count), (TierName.NVME, nvme_count))
+        names = (TierName.DRAM, *self._ladder.tiers)
+        counts = np.bincount(lease.all_origins()[:count], minlength=len(names)).tolist()
         return ins.LeaseGranted(
             lease=lease.lease,
             leased_count=count,
@@ -252,7 +254,7 @@ class Granting:
             deadline=lease.deadline,
             cut=cut,
             epoch=residency.epoch,
-            tiers=tuple(one for one in tiers if one[1]),
+            tiers=tuple(one for one in zip(names, counts, strict=True) if one[1]),
         )
 
     def grant_ended(self) -> list[ins.Instruction]:

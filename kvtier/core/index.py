@@ -9,7 +9,8 @@ in another row, before its old row is swept.
 
 Blocks live in *rows* of parallel columns: about 100 bytes a block besides the map. Children of a
 block are a doubly linked list (first_child, next_sibling, previous_sibling). Where a block's
-replicas are is told by `place` (memory) and `nvme_slot`; NOBODY where there is none.
+replicas are is told by `place` (memory) and, for each tier below, its `slot`; NOBODY where there is
+none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from kvtier.core.columns import grow
 from kvtier.core.row_map import RowMap
-from kvtier.types import BlockHash
+from kvtier.types import BlockHash, TierName
 
 Rows = npt.NDArray[np.int32]
 
@@ -37,26 +38,36 @@ _CHECKED_HASHES_MAX = 10_000
 
 
 class RowFlag:
-    """Marks of a block that has to do with the NVMe tier."""
+    """Marks of a block that has to do with a tier below memory; each tier has its own."""
 
     SPARE = np.uint8(1)  # It waits to be demoted if the write budget has room to spare.
     ADMITTED = np.uint8(2)  # It waits to be demoted.
     DEMOTING = np.uint8(4)
-    HOT = np.uint8(8)  # Used since it was written to NVMe.
+    HOT = np.uint8(8)  # Used since it was written there.
+
+
+class LowerColumns:
+    """What a tier below memory knows of each row."""
+
+    __slots__ = ("flags", "slot")
+
+    def __init__(self) -> None:
+        self.slot = np.zeros(0, dtype=np.int64)  # NOBODY where it has no copy.
+        self.flags = np.zeros(0, dtype=np.uint8)  # RowFlag.
 
 
 class PrefixIndex:
     """Maps block hashes to rows; keeps the tree of prefixes and each block's place in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Sequence[TierName] = (TierName.NVME,)) -> None:
+        """`tiers`: those below memory, the fastest first."""
         self.row_of = RowMap()
         self.hash_of: list[BlockHash | None] = []
         self.parent = np.zeros(0, dtype=np.int32)
         self.place = np.zeros(0, dtype=np.int32)
-        self.nvme_slot = np.zeros(0, dtype=np.int64)
+        self.lower = {tier: LowerColumns() for tier in tiers}
         self.memory_children = np.zeros(0, dtype=np.int32)  # Children with a replica in memory.
         self.uses = np.zeros(0, dtype=np.uint8)  # Since the block came; stays at USES_MAX.
-        self.flags = np.zeros(0, dtype=np.uint8)  # RowFlag.
         self.used_at = np.zeros(0, dtype=np.float64)  # Last use, for the order in which to forget.
         self._first_child = np.zeros(0, dtype=np.int32)
         self._next_sibling = np.zeros(0, dtype=np.int32)
@@ -65,15 +76,15 @@ class PrefixIndex:
         self._columns: list[tuple[npt.NDArray[np.generic], float]] = [
             (self.parent, NOBODY),
             (self.place, NOBODY),
-            (self.nvme_slot, NOBODY),
             (self.memory_children, 0),
             (self.uses, 0),
-            (self.flags, 0),
             (self.used_at, 0.0),
             (self._first_child, NOBODY),
             (self._next_sibling, NOBODY),
             (self._previous_sibling, NOBODY),
         ]
+        for columns in self.lower.values():
+            self._columns += [(columns.slot, NOBODY), (columns.flags, 0)]
         self._room = 0  # Rows that every column has.
         self._spare_rows: list[int] = []  # Used before, and forgotten.
         self._fresh_row = 0  # Rows from here on were never used.
@@ -129,6 +140,16 @@ class PrefixIndex:
             found = found[: found.index(None)]
         return np.array(found, dtype=np.int32)
 
+    def are_lower(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these have a copy in a tier below memory."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        for columns in self.lower.values():
+            found |= columns.slot[rows] != NOBODY
+        return found
+
+    def is_lower(self, row: int) -> bool:
+        return any(int(columns.slot[row]) != NOBODY for columns in self.lower.values())
+
     def is_leaf(self, row: int) -> bool:
         return bool(self._first_child[row] == NOBODY)
 
@@ -174,14 +195,15 @@ class PrefixIndex:
         hashes: Sequence[BlockHash],
         *,
         parents: npt.NDArray[np.int32],
-        nvme_slots: npt.NDArray[np.int64],
+        lower_slots: npt.NDArray[np.int64],
+        tier: TierName = TierName.NVME,
     ) -> Rows:
-        """Insert new blocks of any number of chains, each with a replica on NVMe only.
+        """Insert new blocks of any number of chains, each with a replica in this tier only.
 
         `parents[i]` is a resident row, NOBODY for the first block of a chain, or IN_CALL - k for
         the block at position k < i.
         """
-        assert len(hashes) == len(parents) == len(nvme_slots), "a parent and a slot a block"
+        assert len(hashes) == len(parents) == len(lower_slots), "a parent and a slot a block"
         if not len(hashes):
             return np.zeros(0, dtype=np.int32)
         rows = self._take_rows(len(hashes))
@@ -193,7 +215,7 @@ class PrefixIndex:
         self.place[rows] = NOBODY
         self.memory_children[rows] = 0
         self._begin(rows)
-        self.nvme_slot[rows] = nvme_slots
+        self.lower[tier].slot[rows] = lower_slots
         self.parent[rows] = parents
         self._first_child[rows] = NOBODY
         self._next_sibling[rows] = NOBODY
@@ -260,8 +282,7 @@ class PrefixIndex:
             self.hash_of[row] = None
             self._spare_rows.append(row)
         self.place[rows] = NOBODY
-        self.nvme_slot[rows] = NOBODY
-        self.flags[rows] = 0
+        self._leave_lower(rows)
 
     def dismantle(self, count: int) -> bool:
         """Free up to `count` blocks of an index that nobody uses; True when it is empty.
@@ -282,7 +303,7 @@ class PrefixIndex:
         resident[NOBODY] = True  # The root's parent: the last, spare position.
         if not resident[self.parent[rows]].all():
             found.append("a block is resident without its parent: not prefix-closed")
-        if ((self.place[rows] == NOBODY) & (self.nvme_slot[rows] == NOBODY)).any():
+        if ((self.place[rows] == NOBODY) & ~self.are_lower(rows)).any():
             found.append("a block is resident without a replica")
         for block, row in islice(self.row_of.entries(), _CHECKED_HASHES_MAX):
             if self.hash_of[row] != block:
@@ -293,11 +314,15 @@ class PrefixIndex:
 
     # --------------------------------------------------------------------------------- helpers
 
+    def _leave_lower(self, rows: Rows | int) -> None:
+        for columns in self.lower.values():
+            columns.slot[rows] = NOBODY
+            columns.flags[rows] = 0
+
     def _begin(self, rows: Rows) -> None:
         """What every new block begins with."""
-        self.nvme_slot[rows] = NOBODY
+        self._leave_lower(rows)
         self.uses[rows] = 1
-        self.flags[rows] = 0
 
     def _take_rows(self, count: int) -> Rows:
         spare = min(count, len(self._spare_rows))
@@ -376,8 +401,7 @@ class PrefixIndex:
         self.row_of.remove(block)
         self.hash_of[row] = None
         self.place[row] = NOBODY
-        self.nvme_slot[row] = NOBODY
-        self.flags[row] = 0
+        self._leave_lower(row)
         self._spare_rows.append(row)
 
 

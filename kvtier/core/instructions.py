@@ -178,29 +178,34 @@ class WriteGone:
 
 @dataclass(frozen=True, slots=True)
 class BindSegments:
-    """NVMe slot table: these segments have a new life; what stood in their rows is gone."""
+    """Slot table of a tier below memory: these segments have a new life; what stood in their rows
+    is gone."""
 
     headers: tuple[SegmentHeader, ...]
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
-class WriteNvmeReady:
-    """NVMe slot table: these slots hold these blocks; sequence numbers ascend from `sequence`."""
+class WriteLowerReady:
+    """Slot table of a tier below memory: these slots hold these blocks; sequence numbers ascend
+    from `sequence`."""
 
     namespace: NamespaceId
-    nvme_slots: Slots
+    lower_slots: Slots
     hashes: Sequence[BlockHash]
     parents: Sequence[BlockHash | None]
     checksums: npt.NDArray[np.uint64]
     epoch: int
     sequence: int
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
-class WriteNvmeGone:
-    """NVMe slot table: these slots hold nothing."""
+class WriteLowerGone:
+    """Slot table of a tier below memory: these slots hold nothing."""
 
-    nvme_slots: Slots
+    lower_slots: Slots
+    tier: TierName = TierName.NVME
 
 
 # ------------------------------------------------------------------------------ work for the shell
@@ -208,22 +213,24 @@ class WriteNvmeGone:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Write these blocks (pinned till then) to their NVMe slots, if they still match the checksum
-    in the slot table; answer with Demoted once no call is under way."""
+    """Write these blocks (pinned till then) to their slots in a tier below, if they still match the
+    checksum in the slot table; answer with Demoted once no call is under way."""
 
     namespace: NamespaceId
     slots: Slots
-    nvme_slots: Slots
+    lower_slots: Slots
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Read these NVMe slots (pinned till then) into reserved slots and compare the checksums;
-    answer with Promoted once no call is under way."""
+    """Read these slots of a tier below memory (pinned till then) into reserved slots and compare
+    the checksums; answer with Promoted once no call is under way."""
 
     namespace: NamespaceId
-    nvme_slots: Slots
+    lower_slots: Slots
     slots: Slots
+    tier: TierName = TierName.NVME
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +339,8 @@ Instruction = (
     | WriteChecksums
     | WriteGone
     | BindSegments
-    | WriteNvmeReady
-    | WriteNvmeGone
+    | WriteLowerReady
+    | WriteLowerGone
     | LeaseReady
     | Demote
     | Promote

@@ -29,13 +29,14 @@ class Lease:
     # One array a slice of Acquire. NOBODY stands for a block that the engine has itself and that is
     # not in memory.
     places: list[Places] = field(default_factory=list)
-    from_nvme: list[npt.NDArray[np.bool_]] = field(default_factory=list)  # Was on NVMe only.
+    # 0 for what was in memory, else which tier below it comes from, counted from 1.
+    origins: list[npt.NDArray[np.int8]] = field(default_factory=list)
 
     def all_places(self) -> Places:
         return np.concatenate(self.places) if self.places else np.zeros(0, dtype=np.int32)
 
-    def all_from_nvme(self) -> npt.NDArray[np.bool_]:
-        return np.concatenate(self.from_nvme) if self.from_nvme else np.zeros(0, dtype=np.bool_)
+    def all_origins(self) -> npt.NDArray[np.int8]:
+        return np.concatenate(self.origins) if self.origins else np.zeros(0, dtype=np.int8)
 
 
 class LeaseTable:

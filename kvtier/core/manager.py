@@ -11,14 +11,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core.audit import find_violations, gather_stats, nvme_counts
+from kvtier.core.audit import find_violations, gather_stats, lower_counts
 from kvtier.core.committing import Committing
-from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
 from kvtier.core.granting import Granting
-from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.ladder import Ladder
 from kvtier.core.promotions import Promotions
 from kvtier.core.residency import Lost, NamespaceFacts, Residency
 from kvtier.core.settings import ManagerConfig
@@ -53,21 +54,18 @@ class BlockManager:
             slab_bytes=config.slab_bytes, slab_count_max=config.slab_count_max
         )
         self._shares = Shares(self._ledger, self._namespaces, self._engines, config)
-        self._nvme = NvmeTier(self._namespaces)
-        self._demotions = Demotions(self._namespaces, self._nvme, config.nvme)
-        self._promotions = Promotions(
-            self._namespaces, self._nvme, self._shares, self._demotions, config.nvme
-        )
+        self._ladder = Ladder(self._namespaces, config.lower)
+        self._promotions = Promotions(self._namespaces, self._ladder, self._shares)
         self._granting = Granting(
             self._namespaces,
             self._engines,
             self._shares,
             self._promotions,
-            self._demotions,
+            self._ladder,
             config,
         )
         self._committing = Committing(
-            self._namespaces, self._engines, self._shares, self._demotions, config
+            self._namespaces, self._engines, self._shares, self._ladder, config
         )
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
@@ -93,9 +91,9 @@ class BlockManager:
             ev.ChecksumsComputed: self._on_checksums_computed,
             ev.SlotsCorrupt: self._on_slots_corrupt,
             ev.WithdrawSlabSet: self._shares.on_withdraw_slab_set,
-            ev.NvmeOpened: self._on_nvme_opened,
-            ev.BlocksRecovered: self._nvme.on_blocks_recovered,
-            ev.NvmeChanged: self._nvme.on_nvme_changed,
+            ev.LowerOpened: self._on_lower_opened,
+            ev.BlocksRecovered: self._on_blocks_recovered,
+            ev.LowerChanged: self._on_lower_changed,
             ev.Demoted: self._on_demoted,
             ev.Promoted: self._on_promoted,
             ev.Tick: self._on_tick,
@@ -118,9 +116,19 @@ class BlockManager:
             raise BadRequest(f"{len(packed)} bytes of hashes: send a multiple of {hash_bytes}")
         hashes = PackedHashes(packed, hash_bytes)
         count = residency.index.match(hashes)
-        memory_count = residency.memory_count(hashes, count) if self._nvme.is_open else count
-        tiers = ((TierName.DRAM, memory_count), (TierName.NVME, count - memory_count))
-        return PrefixMatch(count, memory_count, tuple(one for one in tiers if one[1]))
+        opened = self._ladder.opened()
+        memory_count = residency.memory_count(hashes, count) if opened else count
+        counts = {TierName.DRAM: memory_count}
+        if len(opened) == 1:
+            counts[opened[0].lower.tier] = count - memory_count
+        elif memory_count < count:
+            rows = residency.index.rows(hashes[memory_count:count])
+            absent = np.ones(len(rows), dtype=np.bool_)
+            origins = self._ladder.origins(residency.index, rows, absent)
+            numbers = np.bincount(origins, minlength=len(self._ladder.tiers) + 1).tolist()
+            counts.update(zip(self._ladder.tiers, numbers[1:], strict=True))
+        tiers = tuple((tier, number) for tier, number in counts.items() if number)
+        return PrefixMatch(count, memory_count, tiers)
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return self._residency(namespace).epoch
@@ -136,20 +144,23 @@ class BlockManager:
             self._engines,
             self._granting.leases,
             self._ledger,
-            nvme=nvme_counts(self._nvme, self._demotions, self._promotions),
+            lower={
+                rung.lower.tier: lower_counts(rung.lower, rung.demotions, self._promotions)
+                for rung in self._ladder.opened()
+            },
             draining=self._granting.is_draining,
         )
 
-    def nvme_recency(self) -> ev.Slots:
-        """NVMe slots of all blocks, least recently used first, for an orderly close."""
-        return self._nvme.recency()
+    def recency(self, tier: TierName) -> ev.Slots:
+        """Slots of all blocks in a tier below memory, least recently used first, for an orderly
+        close."""
+        return self._ladder.rungs[tier].lower.recency()
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one line each; empty when all is well. Called after every test step."""
         return [
             *find_violations(self._namespaces, self._engines, self._granting.leases, self._ledger),
-            *self._nvme.check_invariants(),
-            *self._demotions.check_invariants(),
+            *self._ladder.check_invariants(),
             *self._promotions.check_invariants(),
         ]
 
@@ -176,17 +187,18 @@ class BlockManager:
             epoch=event.epoch,
             set_slot_count=set_slot_count,
             make_policy=self._make_policy,
+            lower=self._ladder.tiers,
         )
         self._namespaces[event.namespace] = residency
         if event.fingerprint:
-            self._nvme.note_namespace(residency)
+            self._ladder.note_namespace(residency)
         self._shares.note_use(event.namespace, now)
         return []
 
     def _on_clear(self, event: ev.Clear, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         assert event.epoch != residency.epoch, "an epoch was used twice"
-        self._nvme.clear(residency.facts.fingerprint)
+        self._ladder.clear(residency.facts.fingerprint)
         voided_count = residency.clear(event.epoch)
         return [
             ins.NamespaceCleared(event.namespace, event.epoch),
@@ -296,12 +308,10 @@ class BlockManager:
 
     def _on_hint_paused(self, event: ev.HintPaused, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
-        if not self._nvme.is_writable:
+        if not self._ladder.is_writable:
             return [ins.HintUsed(False)]
         stop = event.done_count + self._config.slice_blocks
-        self._demotions.admit(
-            residency, residency.index.rows(event.hashes[event.done_count : stop])
-        )
+        self._ladder.admit(residency, residency.index.rows(event.hashes[event.done_count : stop]))
         if stop < len(event.hashes):
             return [ins.Continue(replace(event, done_count=stop))]
         return self._move(now, ins.HintUsed(True))
@@ -331,7 +341,7 @@ class BlockManager:
             if residency.sweep_pending:
                 lost = residency.sweep(self._config.swept_slice_blocks)
                 return [*self._forget(residency, lost), ins.Continue(event)]
-        found = self._forget_nvme(now)
+        found = self._ladder.forget_some(now)
         if found is not None:
             return [*found, ins.Continue(event)]
         return [*self._shares.drop_idle_sets(), *self._move(now)]
@@ -356,16 +366,24 @@ class BlockManager:
         self._granting.is_draining = False
         return []
 
-    # ------------------------------------------------------------------------------------- nvme
+    # ------------------------------------------------------------------------- tiers below memory
 
-    def _on_nvme_opened(self, event: ev.NvmeOpened, now: float) -> list[ins.Instruction]:
-        found = self._nvme.on_nvme_opened(event, now)
-        book = self._nvme.book
-        self._demotions.budget.fill(book.free_segment_count * book.segment_bytes)
+    def _on_lower_opened(self, event: ev.LowerOpened, now: float) -> list[ins.Instruction]:
+        rung = self._ladder.rungs[event.tier]
+        found = rung.lower.on_opened(event, now)
+        book = rung.lower.book
+        rung.demotions.budget.fill(book.free_segment_count * book.segment_bytes)
         return found
 
+    def _on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:
+        return self._ladder.rungs[event.tier].lower.on_blocks_recovered(event, now)
+
+    def _on_lower_changed(self, event: ev.LowerChanged, now: float) -> list[ins.Instruction]:
+        return self._ladder.rungs[event.tier].lower.on_changed(event, now)
+
     def _on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
-        return [*self._demotions.on_demoted(event, now), *self._move(now)]
+        demotions = self._ladder.rungs[event.tier].demotions
+        return [*demotions.on_demoted(event, now), *self._move(now)]
 
     def _on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
         return [*self._promotions.on_promoted(event, now), *self._move(now)]
@@ -373,7 +391,7 @@ class BlockManager:
     def _move(self, now: float, *replies: ins.Reply) -> list[ins.Instruction]:
         """Begin what may begin, grant what has come; the sweep goes on with what became void."""
         found: list[ins.Instruction] = [
-            *self._demotions.pump(now),
+            *self._ladder.pump(now),
             *self._promotions.pump(now),
             *self._granting.grant_ended(),
             *replies,
@@ -381,22 +399,22 @@ class BlockManager:
         return [*found, ins.Continue(ev.SweepVoid())] if self._sweep_is_due(now) else found
 
     def _sweep_is_due(self, now: float) -> bool:
-        return self._demotions.retiring.is_due(now) or any(
+        return self._ladder.forgets_something(now) or any(
             residency.sweep_pending for residency in self._namespaces.values()
         )
-
-    def _forget_nvme(self, now: float) -> list[ins.Instruction] | None:
-        """A slice of what NVMe loses: all of it when it is gone, else the retiring segment."""
-        return self._nvme.lose_some() or self._demotions.retiring.step(now)
 
     # --------------------------------------------------------------------------------- helpers
 
     def _forget(self, residency: Residency, lost: Lost) -> list[ins.Instruction]:
         namespace = residency.facts.namespace
         return [
-            *self._nvme.forget_slots(lost.nvme_slots),
+            *self._ladder.forget(lost),
             *_removed(namespace, TierName.DRAM, lost.from_memory),
-            *_removed(namespace, TierName.NVME, lost.from_nvme),
+            *(
+                one
+                for tier, hashes in lost.from_lower.items()
+                for one in _removed(namespace, tier, hashes)
+            ),
         ]
 
     def _known(

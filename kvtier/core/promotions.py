@@ -1,18 +1,19 @@
-"""Promotion: blocks that are on NVMe only are read into memory, in chain order.
+"""Promotion: blocks that are not in memory are read into it, in chain order.
 
-Slots are taken when a promotion is asked for, all of them at once; the reads begin as the limit
-allows: first what somebody waits for, largest saving first, then prefetches, then blocks of a
-segment that retires. What nobody waits for any more before its read began is dropped.
+Slots are taken when a promotion is asked for, all of them at once; each block comes from the
+fastest tier that has it. The reads begin as that tier's limit allows: first what somebody waits
+for, largest saving first, then prefetches, then blocks of a segment that retires. What nobody waits
+for any more before its read began is dropped.
 
 Invariant: while a block is promoted its place is RESERVED by the daemon and names its row, and its
-NVMe slot is pinned, until Promoted comes.
+slot in the tier below is pinned, until Promoted comes.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -20,15 +21,13 @@ import numpy.typing as npt
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core.demotions import Demotions
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.core.index import NOBODY, Rows
-from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.ladder import Ladder, Rung
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.segments import Slots
-from kvtier.core.settings import NvmeSettings
 from kvtier.core.shares import Shares
 from kvtier.core.tiers import DAEMON_OWNER
 from kvtier.types import Cut, NamespaceId, SessionId, TierName
@@ -46,7 +45,7 @@ class Want(IntEnum):
 class _Asked:
     want: Want
     residency: Residency
-    nvme_slots: Slots
+    lower_slots: Slots
     places: Places
     begun_count: int = 0
 
@@ -54,59 +53,84 @@ class _Asked:
         """Of those that have not begun, only these."""
         begun = self.begun_count
         self.places = np.concatenate([self.places[:begun], self.places[begun:][mask]])
-        self.nvme_slots = np.concatenate([self.nvme_slots[:begun], self.nvme_slots[begun:][mask]])
+        self.lower_slots = np.concatenate(
+            [self.lower_slots[:begun], self.lower_slots[begun:][mask]]
+        )
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is asked of one tier."""
+
+    rung: Rung
+    asked: list[tuple[int, int, int, _Asked]] = field(default_factory=list)  # A heap.
+    under_way_bytes: int = 0
+    under_way_count: int = 0
+    waiting_bytes: int = 0  # Asked for, and not begun.
+
+    @property
+    def may_begin(self) -> bool:
+        settings = self.rung.settings
+        return (
+            bool(self.asked)
+            and self.under_way_bytes < settings.transfer_bytes_max
+            and self.under_way_count < settings.transfer_blocks_max
+        )
+
+    def waiting(self) -> list[tuple[_Asked, int]]:
+        """What has blocks that have not begun, and how many."""
+        return [(one, len(one.places) - one.begun_count) for _, _, _, one in self.asked]
 
 
 class Promotions:
     """Part of the block manager, with its own slice of its state."""
 
     def __init__(
-        self,
-        namespaces: Mapping[NamespaceId, Residency],
-        nvme: NvmeTier,
-        shares: Shares,
-        demotions: Demotions,
-        settings: NvmeSettings,
+        self, namespaces: Mapping[NamespaceId, Residency], ladder: Ladder, shares: Shares
     ) -> None:
         self._namespaces = namespaces
-        self._nvme = nvme
+        self._ladder = ladder
         self._shares = shares
-        self._demotions = demotions
-        self._settings = settings
-        self._asked: list[tuple[int, int, int, _Asked]] = []  # A heap.
+        self._queues = {tier: _Queue(rung) for tier, rung in ladder.rungs.items()}
         self._asked_count = 0
-        self._sequence = 0
-        self.under_way_bytes = 0
-        self.waiting_bytes = 0  # Asked for, and not begun.
-        self.under_way_count = 0
         self.promoted_count = 0
 
     @property
     def is_possible(self) -> bool:
-        return self._nvme.is_readable
+        return self._ladder.is_readable
+
+    def under_way_count_of(self, tier: TierName) -> int:
+        return self._queues[tier].under_way_count
 
     def check_invariants(self) -> list[str]:
-        if not self._nvme.is_open:
+        queues = [queue for queue in self._queues.values() if queue.rung.lower.is_open]
+        if not queues:
             return []
-        found = []
-        waiting = [(one, len(one.places) - one.begun_count) for _, _, _, one in self._asked]
-        if self._nvme.book.pin_count != self.under_way_count + sum(count for _, count in waiting):
-            found.append("NVMe slots are pinned for nothing, or read without a pin")
-        if self.waiting_bytes != sum(self._bytes(one.residency, count) for one, count in waiting):
-            found.append("bytes wait to be promoted of no block")
-        if self.under_way_bytes < 0 or (not self.under_way_count and self.under_way_bytes):
-            found.append("bytes are promoted of no block")
+        found = [one for queue in queues for one in self._check(queue)]
+        under_way_count = sum(queue.under_way_count for queue in queues)
         for namespace, residency in self._namespaces.items():
             tier = residency.tier
             asked = {
                 place
-                for one, _ in waiting
+                for queue in queues
+                for one, _ in queue.waiting()
                 if one.residency is residency
                 for place in one.places[one.begun_count :].tolist()
             }
             filling = (tier.owner == DAEMON_OWNER) & (tier.row != NOBODY)
-            if not asked.issuperset(np.flatnonzero(filling).tolist()) and not self.under_way_count:
+            if not asked.issuperset(np.flatnonzero(filling).tolist()) and not under_way_count:
                 found.append(f"namespace {namespace}: a slot waits for a block that nobody reads")
+        return found
+
+    def _check(self, queue: _Queue) -> list[str]:
+        found = []
+        lower, waiting = queue.rung.lower, queue.waiting()
+        if lower.book.pin_count != queue.under_way_count + sum(count for _, count in waiting):
+            found.append(f"{lower.tier} slots are pinned for nothing, or read without a pin")
+        if queue.waiting_bytes != sum(_bytes(one.residency, count) for one, count in waiting):
+            found.append("bytes wait to be promoted of no block")
+        if queue.under_way_bytes < 0 or (not queue.under_way_count and queue.under_way_bytes):
+            found.append("bytes are promoted of no block")
         return found
 
     # ----------------------------------------------------------------------------------- asking
@@ -119,49 +143,75 @@ class Promotions:
         want: Want,
         session: SessionId = DAEMON_SESSION,
         now: float,
+        tier: TierName | None = None,
     ) -> tuple[Places, list[ins.Instruction]]:
-        """Take slots for the leading blocks of `rows`, all on NVMe only; their places.
+        """Take slots for the leading blocks of `rows`, none of them in memory; their places.
 
-        Fewer than asked for when there is no room. Their reads begin with `pump`.
+        Fewer than asked for when there is no room. Each is read from the fastest tier that has it,
+        or from `tier`. Their reads begin with `pump`.
         """
-        none = np.zeros(0, dtype=np.int32)
-        if not self._nvme.is_readable or not len(rows):
-            return none, []
-        places, found = self._shares.take_for_promotion(residency, session, len(rows), now)
-        rows = rows[: len(places)]
+        sources = [rung for rung in self._ladder.rungs.values() if tier in (None, rung.lower.tier)]
+        slots = [
+            rung.lower.columns(residency.index).slot[rows]
+            if rung.lower.is_readable
+            else np.full(len(rows), NOBODY, dtype=np.int64)
+            for rung in sources
+        ]
+        # What a tier that nobody can read has not lost yet comes from nowhere.
+        nowhere = np.flatnonzero(np.all([its == NOBODY for its in slots], axis=0))
+        count = int(nowhere[0]) if len(nowhere) else len(rows)
+        if not count:
+            return np.zeros(0, dtype=np.int32), []
+        places, found = self._shares.take_for_promotion(residency, session, count, now)
         if not len(places):
-            return none, found
-        nvme_slots = residency.index.nvme_slot[rows].astype(np.uint32)
+            return places, found
+        rows = rows[: len(places)]
         residency.begin_promotion(rows, places)
-        self._nvme.book.pin(nvme_slots)
-        self.waiting_bytes += self._bytes(residency, len(places))
-        self._push(want, residency, nvme_slots, places)
-        slots = residency.tier.slots_of(places)
-        found.append(ins.WriteReserved(residency.facts.namespace, slots, None))
+        left = np.ones(len(places), dtype=np.bool_)
+        for rung, column in zip(sources, slots, strict=True):
+            here = left & (column[: len(places)] != NOBODY)
+            if here.any():
+                self._pin(rung, want, residency, column[: len(places)][here], places[here])
+            left &= ~here
+        written = residency.tier.slots_of(places)
+        found.append(ins.WriteReserved(residency.facts.namespace, written, None))
         return places, found
+
+    def _pin(
+        self,
+        rung: Rung,
+        want: Want,
+        residency: Residency,
+        slots: npt.NDArray[np.int64],
+        places: Places,
+    ) -> None:
+        lower_slots = slots.astype(np.uint32)
+        rung.lower.book.pin(lower_slots)
+        queue = self._queues[rung.lower.tier]
+        queue.waiting_bytes += _bytes(residency, len(places))
+        self._push(queue, want, residency, lower_slots, places)
 
     def hasten(self, residency: Residency, places: Places) -> None:
         """Somebody waits for these now: they are not read last, whoever asked for them."""
         if not len(places) or not (residency.tier.state[places] == ReplicaState.RESERVED).any():
             return
-        for want, _, _, asked in list(self._asked):
-            if want == Want.LEASE or asked.residency is not residency:
-                continue
-            begun = asked.begun_count
-            mine = np.isin(asked.places[begun:], places)
-            if mine.any():
-                self._push(
-                    Want.LEASE,
-                    residency,
-                    asked.nvme_slots[begun:][mine],
-                    asked.places[begun:][mine],
-                )
-                asked.keep(~mine)
+        for queue in self._queues.values():
+            for want, _, _, asked in list(queue.asked):
+                if want == Want.LEASE or asked.residency is not residency:
+                    continue
+                begun = asked.begun_count
+                mine = np.isin(asked.places[begun:], places)
+                if mine.any():
+                    slots = asked.lower_slots[begun:][mine]
+                    self._push(queue, Want.LEASE, residency, slots, asked.places[begun:][mine])
+                    asked.keep(~mine)
 
-    def _push(self, want: Want, residency: Residency, nvme_slots: Slots, places: Places) -> None:
+    def _push(
+        self, queue: _Queue, want: Want, residency: Residency, lower_slots: Slots, places: Places
+    ) -> None:
         self._asked_count += 1
-        asked = _Asked(want, residency, nvme_slots, places)
-        heapq.heappush(self._asked, (want, -len(places), self._asked_count, asked))
+        asked = _Asked(want, residency, lower_slots, places)
+        heapq.heappush(queue.asked, (want, -len(places), self._asked_count, asked))
 
     def on_prefetch(self, event: ev.Prefetch, now: float) -> list[ins.Instruction]:
         """A slice: the leading blocks in memory are counted, those behind them asked for."""
@@ -171,9 +221,7 @@ class Promotions:
         rows, cut = residency.straight_rows(part, event.hashes[start - 1] if start else None)
         residency.keep(rows, now)  # Or room is made by evicting what they follow.
         absent = rows[residency.index.place[rows] == NOBODY]
-        room_bytes = int(self._shares.pool_bytes * self._settings.prefetch_fraction_max)
-        room_bytes -= self.waiting_bytes + self.under_way_bytes
-        room = max(0, room_bytes // residency.facts.block_bytes)
+        room = max(0, self._prefetch_room_bytes() // residency.facts.block_bytes)
         places, found = self.ask(residency, absent[:room], want=Want.PREFETCH, now=now)
         found.extend(self.pump(now))
         promoting_count = event.promoting_count + len(places)
@@ -184,85 +232,94 @@ class Promotions:
         memory_count = residency.memory_count(event.hashes, matched)
         return [*found, ins.PrefetchBegun(memory_count, promoting_count)]
 
+    def _prefetch_room_bytes(self) -> int:
+        fraction_max = max(
+            (queue.rung.settings.prefetch_fraction_max for queue in self._queues.values()),
+            default=0.0,
+        )
+        taken_bytes = sum(one.waiting_bytes + one.under_way_bytes for one in self._queues.values())
+        return int(self._shares.pool_bytes * fraction_max) - taken_bytes
+
     # --------------------------------------------------------------------------------- beginning
 
     def pump(self, now: float) -> list[ins.Instruction]:
-        """Begin as many reads as the limit allows."""
+        """Begin as many reads as the limits allow."""
         found: list[ins.Instruction] = []
-        if self._nvme.is_open:
-            absent = self._demotions.retiring.take_absent()
-            if absent is not None:
-                found.extend(self._ask_again(*absent, now))
-        while (
-            self._asked
-            and self.under_way_bytes < self._settings.transfer_bytes_max
-            and self.under_way_count < self._settings.transfer_blocks_max
-        ):
-            _, _, _, asked = self._asked[0]
-            found.extend(self._begin_batch(asked))
-            if asked.begun_count == len(asked.places):
-                heapq.heappop(self._asked)
+        for queue in self._queues.values():
+            rung = queue.rung
+            if rung.lower.is_open:
+                absent = rung.demotions.retiring.take_absent()
+                if absent is not None:
+                    found.extend(self._ask_again(rung, *absent, now))
+            while queue.may_begin:
+                _, _, _, asked = queue.asked[0]
+                found.extend(self._begin_batch(queue, asked))
+                if asked.begun_count == len(asked.places):
+                    heapq.heappop(queue.asked)
         return found
 
-    def _ask_again(self, residency: Residency, rows: Rows, now: float) -> list[ins.Instruction]:
-        places, found = self.ask(residency, rows, want=Want.AGAIN, now=now)
+    def _ask_again(
+        self, rung: Rung, residency: Residency, rows: Rows, now: float
+    ) -> list[ins.Instruction]:
+        tier, retiring = rung.lower.tier, rung.demotions.retiring
+        places, found = self.ask(residency, rows, want=Want.AGAIN, now=now, tier=tier)
         left = rows[len(places) :]
         if len(places):
-            self._demotions.retiring.put_back_absent(left)
+            retiring.put_back_absent(left)
         else:
-            self._demotions.retiring.note_ended(residency.index.nvme_slot[left].tolist())
+            retiring.note_ended(rung.lower.columns(residency.index).slot[left].tolist())
         return found
 
-    def _begin_batch(self, asked: _Asked) -> list[ins.Instruction]:
-        residency = asked.residency
+    def _begin_batch(self, queue: _Queue, asked: _Asked) -> list[ins.Instruction]:
+        residency, lower, settings = asked.residency, queue.rung.lower, queue.rung.settings
         tier = residency.tier
-        block_bytes = self._bytes(residency, 1)
-        count = max(1, min(self._settings.batch_blocks, self._settings.batch_bytes // block_bytes))
+        count = max(1, min(settings.batch_blocks, settings.batch_bytes // _bytes(residency, 1)))
         part = slice(asked.begun_count, asked.begun_count + count)
-        places, nvme_slots = asked.places[part], asked.nvme_slots[part]
+        places, lower_slots = asked.places[part], asked.lower_slots[part]
         asked.begun_count += len(places)
-        self.waiting_bytes -= self._bytes(residency, len(places))
+        queue.waiting_bytes -= _bytes(residency, len(places))
         wanted = tier.state[places] == ReplicaState.RESERVED
         if asked.want is Want.LEASE:
             wanted &= tier.lease_pins[places] > 0
-        if not self._nvme.is_readable:
+        if not lower.is_readable:
             wanted[:] = False
-        found = self._drop(residency, places[~wanted], nvme_slots[~wanted])
-        places, nvme_slots = places[wanted], nvme_slots[wanted]
+        found = self._drop(queue, residency, places[~wanted], lower_slots[~wanted])
+        places, lower_slots = places[wanted], lower_slots[wanted]
         if not len(places):
             return found
-        self.under_way_bytes += self._bytes(residency, len(places))
-        self.under_way_count += len(places)
+        queue.under_way_bytes += _bytes(residency, len(places))
+        queue.under_way_count += len(places)
         slots = tier.slots_of(places)
-        return [*found, ins.Promote(residency.facts.namespace, nvme_slots, slots)]
+        return [*found, ins.Promote(residency.facts.namespace, lower_slots, slots, lower.tier)]
 
     def drop_unwanted(self) -> list[ins.Instruction]:
         """Give the slots back of what nobody waits for any more and is not under way."""
         found: list[ins.Instruction] = []
-        for _, _, _, asked in self._asked:
-            if asked.want is not Want.LEASE:
-                continue
-            tier, begun = asked.residency.tier, asked.begun_count
-            places = asked.places[begun:]
-            unwanted = tier.lease_pins[places] == 0
-            if not unwanted.any():
-                continue
-            gone = asked.nvme_slots[begun:][unwanted]
-            self.waiting_bytes -= self._bytes(asked.residency, len(gone))
-            found.extend(self._drop(asked.residency, places[unwanted], gone))
-            asked.keep(~unwanted)
+        for queue in self._queues.values():
+            for _, _, _, asked in queue.asked:
+                if asked.want is not Want.LEASE:
+                    continue
+                tier, begun = asked.residency.tier, asked.begun_count
+                places = asked.places[begun:]
+                unwanted = tier.lease_pins[places] == 0
+                if not unwanted.any():
+                    continue
+                gone = asked.lower_slots[begun:][unwanted]
+                queue.waiting_bytes -= _bytes(asked.residency, len(gone))
+                found.extend(self._drop(queue, asked.residency, places[unwanted], gone))
+                asked.keep(~unwanted)
         return found
 
     def _drop(
-        self, residency: Residency, places: Places, nvme_slots: Slots
+        self, queue: _Queue, residency: Residency, places: Places, lower_slots: Slots
     ) -> list[ins.Instruction]:
         """Nobody wants these any more, or they have been voided."""
         if not len(places):
             return []
         slots = residency.tier.slots_of(places)
         residency.abort_promotion(places)
-        self._nvme.book.unpin(nvme_slots)
-        self._demotions.retiring.note_ended(nvme_slots.tolist())
+        queue.rung.lower.book.unpin(lower_slots)
+        queue.rung.demotions.retiring.note_ended(lower_slots.tolist())
         return [ins.WriteGone(residency.facts.namespace, slots)]
 
     # ------------------------------------------------------------------------------------ ending
@@ -270,10 +327,11 @@ class Promotions:
     def on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
         """What the reads brought; the manager then looks who waits for it."""
         residency = self._namespaces[event.namespace]
-        tier = residency.tier
+        queue = self._queues[event.tier]
+        lower, tier = queue.rung.lower, residency.tier
         places = tier.allocator.places_of(event.slots)
-        self.under_way_bytes -= self._bytes(residency, len(places))
-        self.under_way_count -= len(places)
+        queue.under_way_bytes -= _bytes(residency, len(places))
+        queue.under_way_count -= len(places)
         # Voided meanwhile, or doomed and not swept yet.
         alive = np.array(
             [row != NOBODY and residency.index.is_whole(row) for row in tier.row[places].tolist()]
@@ -285,13 +343,13 @@ class Promotions:
         if not done.all():
             residency.abort_promotion(places[~done])
             found.append(ins.WriteGone(event.namespace, event.slots[~done]))
-        self._nvme.book.unpin(event.nvme_slots)
+        lower.book.unpin(event.lower_slots)
         bad = (event.outcomes == ev.TransferOutcome.CORRUPT) | (
             event.outcomes == ev.TransferOutcome.FAILED
         )
-        lost = [slot for slot in event.nvme_slots[bad].tolist() if self._nvme.book.is_ready(slot)]
-        found.extend(self._nvme.lose(residency, lost))
-        self._demotions.retiring.note_ended(event.nvme_slots[~done].tolist())
+        lost = [slot for slot in event.lower_slots[bad].tolist() if lower.book.is_ready(slot)]
+        found.extend(lower.lose(residency, lost))
+        queue.rung.demotions.retiring.note_ended(event.lower_slots[~done].tolist())
         return found
 
     def _commit(
@@ -302,7 +360,8 @@ class Promotions:
         slots = residency.tier.slots_of(places)
         hashes, parents = residency.named(rows)
         self.promoted_count += len(rows)
-        self._demotions.retiring.note_promoted(residency, rows)
+        for rung in self._ladder.opened():
+            rung.demotions.retiring.note_promoted(residency, rows)
         return [
             ins.WriteReady(
                 namespace, slots, hashes, parents, residency.epoch, self._shares.sequence(len(rows))
@@ -314,5 +373,6 @@ class Promotions:
             ),
         ]
 
-    def _bytes(self, residency: Residency, count: int) -> int:
-        return count * residency.facts.layout.slot_bytes
+
+def _bytes(residency: Residency, count: int) -> int:
+    return count * residency.facts.layout.slot_bytes

@@ -7,7 +7,7 @@ block leaves the index before its slot is freed, and enters it after its slot is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
 from kvtier.layout import SlotLayout
 from kvtier.policy.eviction import Evictable, EvictionPolicy
-from kvtier.types import BlockHash, CommitOutcome, Cut, NamespaceId, SlabSetId
+from kvtier.types import BlockHash, CommitOutcome, Cut, NamespaceId, SlabSetId, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,13 @@ class LeasedSlice:
 class Lost:
     """What has gone: blocks by the tier that they have left, and slots that hold nothing now."""
 
-    from_memory: list[BlockHash]
-    from_nvme: list[BlockHash]
-    nvme_slots: list[int]
+    from_memory: list[BlockHash] = field(default_factory=list)
+    from_lower: dict[TierName, list[BlockHash]] = field(default_factory=dict)
+    lower_slots: dict[TierName, list[int]] = field(default_factory=dict)
+
+    def note_lower(self, tier: TierName, hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        self.from_lower.setdefault(tier, []).extend(hashes)
+        self.lower_slots.setdefault(tier, []).extend(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,8 @@ class CommittedSlice:
 
 
 class Residency:
-    """Invariants: a block is in the index if and only if it has a READY replica, in memory or on
-    NVMe; `place` names the one in memory, or the slot that it is being promoted into."""
+    """Invariants: a block is in the index if and only if it has a READY replica, in memory or in a
+    tier below; `place` names the one in memory, or the slot that it is being promoted into."""
 
     def __init__(
         self,
@@ -84,10 +88,12 @@ class Residency:
         epoch: int,
         set_slot_count: int,
         make_policy: Callable[[], EvictionPolicy],
+        lower: Sequence[TierName] = (TierName.NVME,),
     ) -> None:
         self.facts = facts
         self.epoch = epoch
-        self.index = PrefixIndex()
+        self._lower = lower
+        self.index = PrefixIndex(lower)
         self.tier = MemoryTier(set_slot_count)
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
@@ -145,7 +151,8 @@ class Residency:
         """These blocks, in chain order, were used."""
         index = self.index
         index.uses[rows] += index.uses[rows] < USES_MAX
-        index.flags[rows] |= RowFlag.HOT
+        for columns in index.lower.values():
+            columns.flags[rows] |= RowFlag.HOT
         index.used_at[rows] = now
         self._policy.on_touch(rows[self.tier.is_ready(index.place[rows])], now)
 
@@ -270,16 +277,16 @@ class Residency:
         """Evict these resident blocks of one chain from every tier, last first, up to the first
         that is held; how many."""
         count = 0
-        lost = Lost([], [], [])
+        lost = Lost()
         for block in reversed(hashes):
             row = self.index.row_of.get(block)
             if row is None or not self._may_go(row):
                 break
-            slot = int(self.index.nvme_slot[row])
-            if slot != NOBODY:
-                self.index.nvme_slot[row] = NOBODY
-                lost.nvme_slots.append(slot)
-                lost.from_nvme.append(block)
+            for tier, columns in self.index.lower.items():
+                slot = int(columns.slot[row])
+                if slot != NOBODY:
+                    columns.slot[row] = NOBODY
+                    lost.note_lower(tier, [block], [slot])
             place = int(self.index.place[row])
             if place != NOBODY:
                 lost.from_memory.append(block)
@@ -319,10 +326,10 @@ class Residency:
         self.tier.void(filling)
         return hashes
 
-    def leave_nvme(self, row: int) -> None:
-        """The block's copy on NVMe is gone: its last replica, unless it is in memory too."""
-        self.index.nvme_slot[row] = NOBODY
-        if not self.is_in_memory(row):
+    def leave_lower(self, tier: TierName, row: int) -> None:
+        """The block's copy in this tier is gone: its last replica, unless there are others."""
+        self.index.lower[tier].slot[row] = NOBODY
+        if not self.is_in_memory(row) and not self.index.is_lower(row):
             # A slot that it is being promoted into is voided by the sweep.
             self.index.doom(row)
             self.void_count += 1
@@ -332,7 +339,7 @@ class Residency:
         voided_count = len(self.index.row_of)
         self.tier.void_all()
         self._trash.append(self.index)
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(self._lower)
         self._policy = self._make_policy()
         self.epoch = epoch
         self.void_count += 1
@@ -340,7 +347,7 @@ class Residency:
 
     def sweep(self, count: int) -> Lost:
         """Free up to `count` blocks that became unreachable."""
-        lost = Lost([], [], [])
+        lost = Lost()
         if self.tier.free_pending:
             self.tier.free_some()
             return lost
@@ -348,13 +355,17 @@ class Residency:
         rows, left = index.sweep(count)
         if len(rows):
             lost.from_memory.extend(self.hashes_of(left[self.tier.is_ready(index.place[left])]))
-            lost.from_nvme.extend(self.hashes_of(left[index.nvme_slot[left] != NOBODY]))
             places = index.place[rows]
             # The policy knows of no others: what never was in memory has no row there.
             self._policy.on_remove(rows[self.tier.is_ready(places)].tolist())
             self.tier.void(places[places != NOBODY])
-            nvme_slots = index.nvme_slot[rows]
-            lost.nvme_slots.extend(nvme_slots[nvme_slots != NOBODY].tolist())
+            for tier, columns in index.lower.items():
+                slots = columns.slot[rows]
+                lost.note_lower(
+                    tier,
+                    self.hashes_of(left[columns.slot[left] != NOBODY]),
+                    slots[slots != NOBODY].tolist(),
+                )
             index.forget_rows(rows)
             self.void_count += len(left)
         elif self._trash and self._trash[-1].dismantle(count):
@@ -366,13 +377,14 @@ class Residency:
         """Rises whenever a block leaves the index."""
         return self.void_count + self.evicted_count
 
-    def nvme_slots_by_use(self) -> Slots:
-        """Slots of the copies on NVMe: of the blocks used seldom first, then as they lie."""
+    def slots_by_use(self, tier: TierName) -> Slots:
+        """Slots of the copies in this tier: of the blocks used seldom first, then as they lie."""
         index = self.index
+        column = index.lower[tier].slot
         rows = np.fromiter(index.row_of.rows(), np.int32, len(index.row_of))
-        rows = rows[index.nvme_slot[rows] != NOBODY]
-        order = np.lexsort((index.nvme_slot[rows], index.used_at[rows]))
-        slots: Slots = index.nvme_slot[rows][order].astype(np.uint32)
+        rows = rows[column[rows] != NOBODY]
+        order = np.lexsort((column[rows], index.used_at[rows]))
+        slots: Slots = column[rows][order].astype(np.uint32)
         return slots
 
     @property
@@ -395,7 +407,7 @@ class Residency:
         if int((self.tier.row != NOBODY).sum()) != int(held.sum()):
             found.append("a slot holds a block that is not in the index")
         ready = self.tier.is_ready(places)
-        if (~ready & (self.index.nvme_slot[rows] == NOBODY)).any():
+        if (~ready & ~self.index.are_lower(rows)).any():
             found.append("a block is resident that has no READY replica")
         children = np.zeros(len(self.index.hash_of) + 1, dtype=np.int32)
         np.add.at(children, self.index.parent[rows[ready]], 1)
@@ -463,7 +475,7 @@ class Residency:
         """The block's READY replica in memory goes; the caller ends it in the tier."""
         parent = self.index.leave_memory(row)
         self._policy.on_remove([row])
-        if self.index.nvme_slot[row] == NOBODY:
+        if not self.index.is_lower(row):
             if self.index.is_leaf(row):
                 self.index.remove(row)
             else:

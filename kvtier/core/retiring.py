@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier.core import instructions as ins
 from kvtier.core.index import NOBODY, RowFlag, Rows
-from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core.lower_tier import LowerTier
 from kvtier.core.residency import Residency
 from kvtier.layout import SegmentHeader
 
@@ -26,8 +26,8 @@ _EMPTIED_SLICE_BLOCKS = 256
 class Retiring:
     """Part of the block manager."""
 
-    def __init__(self, nvme: NvmeTier, *, wait_seconds: float) -> None:
-        self._nvme = nvme
+    def __init__(self, lower: LowerTier, *, wait_seconds: float) -> None:
+        self._lower = lower
         self._wait_seconds = wait_seconds
         self._life: SegmentHeader | None = None
         self._began_at = 0.0
@@ -41,25 +41,25 @@ class Retiring:
 
     def begin(self, now: float) -> None:
         """Somebody needs a segment."""
-        if self._life is not None or not self._nvme.is_writable:
+        if self._life is not None or not self._lower.is_writable:
             return
-        book = self._nvme.book
+        book = self._lower.book
         life = book.oldest_of_all()
         if life is None:
             return
         self._life, self._began_at, self._is_blocked = life, now, False
-        residency = self._nvme.residency_of(life.fingerprint)
+        residency = self._lower.residency_of(life.fingerprint)
         slots = book.ready_slots(life.segment)
         if residency is not None and len(slots):
             self._sort_out(residency, slots, life)
         book.stop_filling(life.segment)
 
     def _sort_out(self, residency: Residency, slots: np.ndarray, life: SegmentHeader) -> None:
-        index = residency.index
-        rows = self._nvme.rows_at(slots)
+        index, columns = residency.index, self._lower.columns(residency.index)
+        rows = self._lower.rows_at(slots)
         rows = rows[rows != NOBODY]
-        hot = rows[(index.flags[rows] & RowFlag.HOT) != 0][: life.slot_count // 2]
-        self._waiting = set(index.nvme_slot[hot].tolist())
+        hot = rows[(columns.flags[rows] & RowFlag.HOT) != 0][: life.slot_count // 2]
+        self._waiting = set(columns.slot[hot].tolist())
         ready = residency.tier.is_ready(index.place[hot])
         ready[ready] = residency.tier.summed[index.place[hot][ready]]
         self._again = deque(hot[ready].tolist())
@@ -70,15 +70,15 @@ class Retiring:
         residency = self._residency()
         if residency is None or not self._again:
             return None
-        index = residency.index
+        flags = self._lower.columns(residency.index).flags
         rows: list[int] = []
         while self._again and len(rows) < count:
             row = self._again.popleft()
             slot = self._slot_of(residency, row)
-            if slot not in self._waiting or index.flags[row] & RowFlag.DEMOTING:
+            if slot not in self._waiting or flags[row] & RowFlag.DEMOTING:
                 continue  # Also one that came twice: it left memory and is back.
             if residency.is_in_memory(row):
-                index.flags[row] |= RowFlag.DEMOTING
+                flags[row] |= RowFlag.DEMOTING
                 rows.append(row)
             else:
                 self._waiting.discard(slot)
@@ -87,8 +87,9 @@ class Retiring:
     def note_begun(self, residency: Residency, rows: Rows, count: int) -> None:
         """The first of a batch go again; for the others there is no slot."""
         self.again_count += count
-        residency.index.flags[rows[count:]] &= ~RowFlag.DEMOTING
-        self.note_ended(residency.index.nvme_slot[rows[count:]].tolist())
+        columns = self._lower.columns(residency.index)
+        columns.flags[rows[count:]] &= ~RowFlag.DEMOTING
+        self.note_ended(columns.slot[rows[count:]].tolist())
 
     def take_absent(self) -> tuple[Residency, Rows] | None:
         """Blocks that must be promoted in order to go again."""
@@ -123,19 +124,19 @@ class Retiring:
 
     def is_due(self, now: float) -> bool:
         """Whether `step` has something to do, as far as is known."""
-        if self._life is None or not self._nvme.is_writable:
+        if self._life is None or not self._lower.is_writable:
             return False  # When nothing is written nobody needs a segment.
         if self._is_late(now):
             return True
         # Those that wait may be gone: evicted or cleared.
-        return not self._is_blocked and not any(map(self._nvme.book.is_ready, self._waiting))
+        return not self._is_blocked and not any(map(self._lower.book.is_ready, self._waiting))
 
     def step(self, now: float) -> list[ins.Instruction] | None:
         """Forget a slice; None when there is nothing to do now."""
         life = self._life
-        if life is None or not self._nvme.is_writable:
+        if life is None or not self._lower.is_writable:
             return None
-        book = self._nvme.book
+        book = self._lower.book
         if book.life_of(life.segment) != life:
             self._end()
             self.reused_count += 1
@@ -158,10 +159,10 @@ class Retiring:
     def forget(self, life: SegmentHeader, slots: list[int]) -> list[ins.Instruction]:
         """Blocks of one segment lose their copies."""
         self.dropped_count += len(slots)
-        residency = self._nvme.residency_of(life.fingerprint)
+        residency = self._lower.residency_of(life.fingerprint)
         if residency is None:
-            return self._nvme.forget_slots(slots)
-        return self._nvme.lose(residency, slots)
+            return self._lower.forget_slots(slots)
+        return self._lower.lose(residency, slots)
 
     def _end(self) -> None:
         self._life = None
@@ -173,8 +174,8 @@ class Retiring:
         return now - self._began_at > self._wait_seconds
 
     def _residency(self) -> Residency | None:
-        return None if self._life is None else self._nvme.residency_of(self._life.fingerprint)
+        return None if self._life is None else self._lower.residency_of(self._life.fingerprint)
 
     def _slot_of(self, residency: Residency, row: int) -> int:
-        index = residency.index
-        return int(index.nvme_slot[row]) if row < len(index.flags) else NOBODY
+        slot = self._lower.columns(residency.index).slot
+        return int(slot[row]) if row < len(slot) else NOBODY

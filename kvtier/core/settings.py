@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvtier.types import TierName
 
 # Leases together pin at most this part of the pool, so that there is always room to offload into.
 PIN_FRACTION_MAX = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeSettings:
-    """Limits of what moves between memory and NVMe."""
+class LowerSettings:
+    """Limits of what moves between memory and one tier below it."""
 
     write_bytes_per_hour: float = 0.0
     # Under way at once, each way: enough for every thread of a few drives, little to wait behind.
@@ -52,4 +55,7 @@ class ManagerConfig:
     evict_slice_blocks: int = 256
     # Sweeping takes about 5 µs a block that was in both tiers.
     swept_slice_blocks: int = 512
-    nvme: NvmeSettings = NvmeSettings()  # Counts once an NVMe pool is opened.
+    # The tiers below memory that there may be, the fastest first; each counts once it is opened.
+    lower: Mapping[TierName, LowerSettings] = field(
+        default_factory=lambda: {TierName.NVME: LowerSettings()}
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from kvtier.types import EngineId, NamespaceId, Role, SessionId
+from kvtier.types import EngineId, NamespaceId, Role, SessionId, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class SessionCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeCounts:
-    """The NVMe tier; `_count`s of what has happened are since start."""
+class LowerCounts:
+    """A tier below memory; `_count`s of what has happened are since start."""
 
     segment_count: int
     free_segment_count: int
@@ -63,4 +64,9 @@ class ManagerStats:
     slab_count_max: int
     evicted_count: int  # Since start.
     draining: bool
-    nvme: NvmeCounts | None = None  # None while there is no NVMe tier, or it is not read yet.
+    # Of the tiers below memory that there are and that have been read, the fastest first.
+    lower: Mapping[TierName, LowerCounts] = field(default_factory=dict)
+
+    @property
+    def nvme(self) -> LowerCounts | None:
+        return self.lower.get(TierName.NVME)

@@ -44,7 +44,7 @@ class RecoveredChains:
     hash_bytes: int
     packed: bytes  # The hashes, one after the other.
     parents: Positions  # Position of the parent in these lists, or ROOT.
-    nvme_slots: Slots
+    lower_slots: Slots
     sequences: npt.NDArray[np.uint64]  # Number of the life of each one's segment.
     # Ascends with the last use, all below 0; None unless the pool was closed cleanly.
     used_at: npt.NDArray[np.float64] | None
@@ -102,7 +102,7 @@ def _chains(
         hash_bytes=hash_bytes,
         packed=_packed(hashes, order, hash_bytes),
         parents=positions,
-        nvme_slots=slots[order],
+        lower_slots=slots[order],
         sequences=sequences[order],
         used_at=_used_at(found.recency, slots[order]),
         dropped=np.sort(np.concatenate((misfits, slots[unreached]))),

@@ -17,7 +17,7 @@ from kvtier.config import Config, slab_bytes_for
 from kvtier.config_values import AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
-from kvtier.core.settings import PIN_FRACTION_MAX, NvmeSettings
+from kvtier.core.settings import PIN_FRACTION_MAX, LowerSettings
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.io.nodes import node_room_bytes
@@ -51,6 +51,7 @@ from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.server.threads import run_in_thread
 from kvtier.server.watch import WatchHub
+from kvtier.types import TierName
 
 BUDGET_BYTES_MAX = 64 << 30
 MESSAGE_BYTES_MAX = 4 << 20
@@ -256,8 +257,8 @@ class _Builder:
                 ins.Demote: self.nvme.on_demote,
                 ins.Promote: self.nvme.on_promote,
                 ins.BindSegments: self.nvme.on_bind_segments,
-                ins.WriteNvmeReady: self.nvme.on_write_ready,
-                ins.WriteNvmeGone: self.nvme.on_write_gone,
+                ins.WriteLowerReady: self.nvme.on_write_ready,
+                ins.WriteLowerGone: self.nvme.on_write_gone,
             }
         return effects
 
@@ -364,17 +365,17 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,
             leases_per_session_max=lease.per_session_max,
-            nvme=_nvme_settings(config, paths),
+            lower={TierName.NVME: _nvme_settings(config, paths)},
         ),
         make_policy=LruPolicy,
     )
 
 
-def _nvme_settings(config: Config, paths: NvmePaths | None) -> NvmeSettings:
+def _nvme_settings(config: Config, paths: NvmePaths | None) -> LowerSettings:
     if paths is None:
-        return NvmeSettings()
+        return LowerSettings()
     given = config.nvme.write_bytes_per_hour
-    return NvmeSettings(
+    return LowerSettings(
         write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given
     )
 

@@ -21,7 +21,7 @@ from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
 from kvtier.metrics import Metrics
 from kvtier.server.lag import watch_lag
-from kvtier.types import NamespaceId, PrefixMatch
+from kvtier.types import NamespaceId, PrefixMatch, TierName
 
 TICK_SECONDS_MAX = 1.0
 TICK_SECONDS_MIN = 0.02  # However many deadlines fall due, no more than 50 ticks a second.
@@ -38,7 +38,7 @@ class Manager(Protocol):
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch: ...
     def namespace_epoch(self, namespace: NamespaceId) -> int: ...
     def next_deadline(self) -> float | None: ...
-    def nvme_recency(self) -> Slots: ...
+    def recency(self, tier: TierName) -> Slots: ...
     def stats(self) -> ManagerStats: ...
     def check_invariants(self) -> list[str]: ...
 
@@ -62,7 +62,7 @@ class CoreLoop:
         self.ticked_at = clock.now()
         self.match_packed = manager.match_packed  # Bound once: the hot path.
         self.namespace_epoch = manager.namespace_epoch
-        self.nvme_recency = manager.nvme_recency
+        self.recency = manager.recency
         self.stats = manager.stats
         self.check_invariants = manager.check_invariants
 

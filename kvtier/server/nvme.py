@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from kvtier.config import NvmeConfig
 from kvtier.config_values import AUTO
-from kvtier.core.events import BlocksRecovered, NvmeChanged, NvmeOpened
-from kvtier.core.instructions import BindSegments, Demote, Promote, WriteNvmeGone, WriteNvmeReady
+from kvtier.core.events import BlocksRecovered, LowerChanged, LowerOpened
+from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
 from kvtier.io.driver import Batch
 from kvtier.layout import PAD_BYTES, SegmentHeader
 from kvtier.pools.chains import RecoveredChains, chains_of
@@ -33,6 +33,7 @@ from kvtier.server.nvme_paths import NvmePaths
 from kvtier.server.nvme_transfers import Transfers
 from kvtier.server.threads import call_soon, run_in_thread
 from kvtier.server.wear import WearMeter
+from kvtier.types import TierName
 
 log = logging.getLogger(__name__)
 
@@ -186,14 +187,14 @@ class NvmeKeeper:
                 kept = recovered.slots[~np.isin(recovered.slots, dropped)]
                 headers = [header for header, _ in recovered.lives]
                 lives = lives_of(headers, kept, self._pool.geometry.row_count_max)
-            return _Found(lives, chains, sum(len(one.nvme_slots) for one in chains))
+            return _Found(lives, chains, sum(len(one.lower_slots) for one in chains))
         finally:
             self._read_ended.set()
 
     def _tell(self, found: _Found) -> None:
         geometry = self._pool.geometry
         self._core.post(
-            NvmeOpened(
+            LowerOpened(
                 segment_bytes=geometry.segment_bytes,
                 segment_count=geometry.segment_count * geometry.path_count,
                 row_count_max=geometry.row_count_max,
@@ -217,7 +218,7 @@ class NvmeKeeper:
                 epoch=found.epoch,
                 packed=found.packed,
                 parents=found.parents,
-                nvme_slots=found.nvme_slots,
+                lower_slots=found.lower_slots,
                 sequences=found.sequences,
                 used_at=found.used_at,
             )
@@ -250,10 +251,10 @@ class NvmeKeeper:
             self._pool.bind(bound.headers)
             self._write_table()
 
-    def on_write_ready(self, written: WriteNvmeReady) -> None:
+    def on_write_ready(self, written: WriteLowerReady) -> None:
         if not self._is_over:
             self._pool.write_ready(
-                written.nvme_slots,
+                written.lower_slots,
                 written.hashes,
                 written.parents,
                 written.checksums,
@@ -261,9 +262,9 @@ class NvmeKeeper:
                 sequence=written.sequence,
             )
 
-    def on_write_gone(self, written: WriteNvmeGone) -> None:
+    def on_write_gone(self, written: WriteLowerGone) -> None:
         if not self._is_over:
-            self._pool.write_gone(written.nvme_slots)
+            self._pool.write_gone(written.lower_slots)
 
     # --------------------------------------------------------------------------------- trouble
 
@@ -278,7 +279,7 @@ class NvmeKeeper:
             extra={"state": str(condition.state), "reason": condition.reason},
         )
         if self._is_read and not self._is_over:
-            self._core.post(NvmeChanged(readable=condition.state is not PoolState.OFF))
+            self._core.post(LowerChanged(readable=condition.state is not PoolState.OFF))
 
     # ------------------------------------------------------------------------------------- end
 
@@ -292,7 +293,7 @@ class NvmeKeeper:
         has_returned = await self._transfers.wait_returned(END_SECONDS)
         if not has_returned:
             log.warning("nvme transfers are under way still", extra=dict(self.block_counts))
-        recency = self._core.nvme_recency()
+        recency = self._core.recency(TierName.NVME)
         await self._close(recency if has_returned else None)
 
     async def close(self) -> bool:

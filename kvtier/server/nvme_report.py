@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.core.stats import NvmeCounts
+from kvtier.core.stats import LowerCounts
 from kvtier.layout import PAD_BYTES
 from kvtier.metrics import NVME_STATES, TRANSFERS
 from kvtier.server.base import Base
@@ -22,7 +22,7 @@ class NvmeReport:
         self._metrics = base.metrics
         self._keeper = keeper
 
-    def refresh(self, counts: NvmeCounts | None) -> None:
+    def refresh(self, counts: LowerCounts | None) -> None:
         keeper, metrics = self._keeper, self._metrics
         present = "absent" if keeper is None else keeper.state
         for state in NVME_STATES:
@@ -41,7 +41,7 @@ class NvmeReport:
         if counts is not None:
             self._refresh_counts(counts)
 
-    def tier_stats(self, counts: NvmeCounts | None) -> list[pb.TierStats]:
+    def tier_stats(self, counts: LowerCounts | None) -> list[pb.TierStats]:
         """Slots have the size of their namespace's blocks, so that none can be counted as free."""
         if self._keeper is None:
             return []
@@ -54,7 +54,7 @@ class NvmeReport:
             tier.pinned_count = counts.promoting_count
         return [tier]
 
-    def _refresh_counts(self, counts: NvmeCounts) -> None:
+    def _refresh_counts(self, counts: LowerCounts) -> None:
         metrics = self._metrics
         metrics.tier_slots.labels(NVME, "ready").set(counts.slot_count)
         metrics.tier_slots.labels(NVME, "reserved").set(counts.demoting_count)

@@ -72,7 +72,7 @@ class Transfers:
         self._begin(asked, self._dram.checksums(asked.slots))
 
     def promote(self, asked: Promote) -> None:
-        self._begin(asked, self._pool.checksums(asked.nvme_slots))
+        self._begin(asked, self._pool.checksums(asked.lower_slots))
 
     def refuse(self) -> None:
         """Begin nothing any more; what is asked for is answered REFUSED."""
@@ -108,9 +108,9 @@ class Transfers:
         views = [self._dram.padded_views(slot) for slot in asked.slots.tolist()]
         on_returned = partial(self._on_returned, transfer)
         if isinstance(asked, Demote):
-            self._pool.write_blocks(asked.nvme_slots, views, checksums, on_returned=on_returned)
+            self._pool.write_blocks(asked.lower_slots, views, checksums, on_returned=on_returned)
         else:
-            self._pool.read_blocks(asked.nvme_slots, views, on_returned=on_returned)
+            self._pool.read_blocks(asked.lower_slots, views, on_returned=on_returned)
 
     def _on_returned(self, transfer: _Transfer, batch: Batch) -> None:
         """In any thread, also in ours inside an instruction: the core is told in a later turn."""
@@ -133,7 +133,7 @@ class Transfers:
             kind(
                 namespace=asked.namespace,
                 slots=asked.slots,
-                nvme_slots=asked.nvme_slots,
+                lower_slots=asked.lower_slots,
                 outcomes=outcomes,
                 checksums=transfer.checksums,
             )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.core.index import IN_CALL, NOBODY, PrefixIndex
-from kvtier.types import BlockHash
+from kvtier.types import BlockHash, TierName
 from tests.support.machines import machine_settings
 from tests.support.world import chain
 
@@ -30,7 +30,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         # What a caller can still find in the index: a place in memory, or a slot on NVMe.
         self.place: dict[BlockHash, int] = {}
-        self.nvme_slot: dict[BlockHash, int] = {}
+        self.lower_slot: dict[BlockHash, int] = {}
         self.next_place = 0
 
     @rule(pick=picks, count=st.integers(1, DEPTH))
@@ -70,10 +70,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             chosen[block] = len(chosen)
         slots = np.arange(self.next_place, self.next_place + len(chosen), dtype=np.int64)
         rows = self.index.adopt(
-            list(chosen), parents=np.array(parents, dtype=np.int32), nvme_slots=slots
+            list(chosen), parents=np.array(parents, dtype=np.int32), lower_slots=slots
         )
         assert (self.index.place[rows] == NOBODY).all()
-        self.nvme_slot.update(zip(chosen, slots.tolist(), strict=True))
+        self.lower_slot.update(zip(chosen, slots.tolist(), strict=True))
         self.next_place += len(chosen)
 
     @rule(pick=picks)
@@ -121,14 +121,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             rows = self.index.rows(hashes)
             here = hashes[:count]
             assert self.index.place[rows].tolist() == [self.place.get(one, -1) for one in here]
-            assert self.index.nvme_slot[rows].tolist() == [
-                self.nvme_slot.get(one, -1) for one in here
+            assert self.index.lower[TierName.NVME].slot[rows].tolist() == [
+                self.lower_slot.get(one, -1) for one in here
             ]
 
     # --------------------------------------------------------------------------------- helpers
 
     def is_resident(self, block: BlockHash) -> bool:
-        return block in self.place or block in self.nvme_slot
+        return block in self.place or block in self.lower_slot
 
     def row_of(self, block: BlockHash) -> int:
         return int(self.index.rows([block])[0])
@@ -136,7 +136,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def forget(self, block: BlockHash) -> None:
         assert self.is_resident(block)
         self.place.pop(block, None)
-        self.nvme_slot.pop(block, None)
+        self.lower_slot.pop(block, None)
 
     def leave(self, block: BlockHash) -> None:
         """Its replica goes, before it does itself."""

@@ -16,10 +16,10 @@ from hypothesis.stateful import initialize, rule
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core import nvme_tier, retiring
+from kvtier.core import lower_tier, retiring
 from kvtier.core.events import TransferOutcome
-from kvtier.core.settings import NvmeSettings
-from kvtier.types import Cut, NamespaceId
+from kvtier.core.settings import LowerSettings
+from kvtier.types import Cut, NamespaceId, TierName
 from tests.model.test_block_manager import (
     CONFIG,
     NAMESPACES,
@@ -40,14 +40,16 @@ from tests.support.world import World, chain
 TIERED = replace(
     CONFIG,
     slab_bytes=6 * SLOT_BYTES,
-    nvme=NvmeSettings(
-        write_bytes_per_hour=1e9,
-        transfer_bytes_max=4 * SLOT_BYTES,
-        batch_blocks=3,
-        batch_bytes=4 * SLOT_BYTES,
-        retire_wait_seconds=3.0,
-        prefetch_fraction_max=0.3,
-    ),
+    lower={
+        TierName.NVME: LowerSettings(
+            write_bytes_per_hour=1e9,
+            transfer_bytes_max=4 * SLOT_BYTES,
+            batch_blocks=3,
+            batch_bytes=4 * SLOT_BYTES,
+            retire_wait_seconds=3.0,
+            prefetch_fraction_max=0.3,
+        )
+    },
 )
 SLOT_BYTES_OF = {SHARED: SLOT_BYTES, RIVAL: 2 * SLOT_BYTES, SHARDED: SLOT_BYTES}
 # Why a lease may rightly be shorter than what is resident.
@@ -316,8 +318,8 @@ class TieredManagerMachine(BlockManagerMachine):
 def small_slices() -> Iterator[None]:
     """So that all that is worked off in slices is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvme_tier, "RECOVERED_SLICE_BLOCKS", 2)
-        patch.setattr(nvme_tier, "_LOST_SLICE_BLOCKS", 1)
+        patch.setattr(lower_tier, "RECOVERED_SLICE_BLOCKS", 2)
+        patch.setattr(lower_tier, "_LOST_SLICE_BLOCKS", 1)
         patch.setattr(retiring, "_EMPTIED_SLICE_BLOCKS", 1)
         yield
 

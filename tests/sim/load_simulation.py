@@ -13,7 +13,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
-from kvtier.core.stats import NvmeCounts
+from kvtier.core.stats import LowerCounts
 from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.sim.simulation import SLOT_BYTES
 from tests.sim.tiered_simulation import TIERED, TieredSimulation
@@ -71,8 +71,8 @@ class WatchedWorld(World):
                 self._begun["promote"] += len(done.slots)
             case ins.BlocksRemoved(tier=TierName.DRAM):
                 self._begun["evict"] += len(done.hashes)
-            case ins.WriteNvmeGone():
-                self._begun["forget"] += len(done.nvme_slots)
+            case ins.WriteLowerGone():
+                self._begun["forget"] += len(done.lower_slots)
             case ins.BindSegments():
                 self.life_counts.update(header.segment for header in done.headers)
         super()._run(done, on_outcome)
@@ -100,8 +100,8 @@ class LoadSimulation(TieredSimulation):
     def __init__(self, seed: int, *, seconds: float, bytes_per_hour: float | None = None) -> None:
         self.seconds = seconds
         if bytes_per_hour is not None:
-            nvme = replace(LOADED.nvme, write_bytes_per_hour=bytes_per_hour)
-            self.config = replace(LOADED, nvme=nvme)
+            nvme = replace(LOADED.lower[TierName.NVME], write_bytes_per_hour=bytes_per_hour)
+            self.config = replace(LOADED, lower={TierName.NVME: nvme})
         self.stood: deque[tuple[float, dict[NamespaceId, set[BlockHash]]]] = deque(maxlen=20)
         super().__init__(seed)
         self.footprints: list[int] = []
@@ -109,7 +109,7 @@ class LoadSimulation(TieredSimulation):
         self.at(SNAPSHOT_SECONDS, self._note_standing)
 
     @property
-    def counts(self) -> NvmeCounts:
+    def counts(self) -> LowerCounts:
         counts = self.world.manager.stats().nvme
         assert counts is not None
         return counts

@@ -12,7 +12,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
 from kvtier.policy.lru import LruPolicy
-from kvtier.types import Cut
+from kvtier.types import Cut, TierName
 from tests.sim.load_simulation import (
     LOADED,
     WINDOW_SECONDS,
@@ -123,10 +123,11 @@ def test_memory_of_the_core_is_flat(loaded: LoadSimulation) -> None:
 def test_no_event_begins_more_than_a_slice(loaded: LoadSimulation) -> None:
     """Whoever asks for blocks in memory waits behind one event at most."""
     largest, config = loaded.world.largest_moves, LOADED
-    batch_bytes = config.nvme.batch_bytes
+    settings = config.lower[TierName.NVME]
+    moved_bytes_max = settings.transfer_bytes_max + settings.batch_bytes
     assert largest["evict"] <= 2 * config.evict_slice_blocks  # For an acquire, and for one again.
-    assert largest["promote"] * SLOT_BYTES <= config.nvme.transfer_bytes_max + batch_bytes
-    assert largest["demote"] * SLOT_BYTES <= config.nvme.transfer_bytes_max + batch_bytes
+    assert largest["promote"] * SLOT_BYTES <= moved_bytes_max
+    assert largest["demote"] * SLOT_BYTES <= moved_bytes_max
     assert largest["forget"] <= max(loaded.disk.row_count_max, config.swept_slice_blocks)
 
 
@@ -151,7 +152,7 @@ def test_no_more_is_written_than_the_budget_allows() -> None:
     disk, config = simulation.disk, simulation.config
     free_bytes = disk.segment_bytes * disk.segment_count
     allowed_bytes = free_bytes + bytes_per_hour * (1 + LOAD_SECONDS / 3600)
-    owed_bytes = disk.segment_bytes / 2 + config.nvme.batch_bytes
+    owed_bytes = disk.segment_bytes / 2 + config.lower[TierName.NVME].batch_bytes
     written_bytes = simulation.counts.written_bytes
     assert allowed_bytes - bytes_per_hour / 2 < written_bytes <= allowed_bytes + owed_bytes
     assert simulation.counts.waiting_demote_count > 0, "nobody wanted to write more"

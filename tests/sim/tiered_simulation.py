@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from kvtier.core.events import TransferOutcome
 from kvtier.core.manager import BlockManager
-from kvtier.core.settings import ManagerConfig, NvmeSettings
-from kvtier.types import BlockHash, NamespaceId
+from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.sim.simulation import CONFIG, ONE_SHARD, RIVAL, SLOT_BYTES, TWO_SHARDS, Simulation
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_mover import FakeMover, Transfer
@@ -28,14 +28,16 @@ TIERED = replace(
     CONFIG,
     slab_bytes=16 * SLOT_BYTES,
     slab_count_max=6,
-    nvme=NvmeSettings(
-        write_bytes_per_hour=1e9,
-        transfer_bytes_max=24 * SLOT_BYTES,
-        batch_blocks=6,
-        batch_bytes=12 * SLOT_BYTES,
-        retire_wait_seconds=2.0,
-        prefetch_fraction_max=0.2,
-    ),
+    lower={
+        TierName.NVME: LowerSettings(
+            write_bytes_per_hour=1e9,
+            transfer_bytes_max=24 * SLOT_BYTES,
+            batch_blocks=6,
+            batch_bytes=12 * SLOT_BYTES,
+            retire_wait_seconds=2.0,
+            prefetch_fraction_max=0.2,
+        )
+    },
 )
 
 
@@ -110,7 +112,7 @@ class TieredSimulation(Simulation):
     def _plan(self, one: Transfer) -> None:
         """When its bytes move, and when it returns."""
         self._planned.add(one)
-        slots = one.asked.nvme_slots.tolist()
+        slots = one.asked.lower_slots.tolist()
         lane = slots[0] // self.disk.row_count_max % self.disk.lane_count
         length_bytes = len(slots) * self.slot_bytes[one.asked.namespace]
         begins_at = max(self.world.now, self._free_at[lane])

@@ -136,9 +136,9 @@ class FakeDisk:
         assert slot not in self._used, "a slot is written a second time"
         self._used.add(slot)
 
-    def write_ready(self, done: ins.WriteNvmeReady, fingerprint: bytes) -> None:
+    def write_ready(self, done: ins.WriteLowerReady, fingerprint: bytes) -> None:
         named = zip(
-            done.nvme_slots.tolist(), done.hashes, done.parents, done.checksums, strict=True
+            done.lower_slots.tolist(), done.hashes, done.parents, done.checksums, strict=True
         )
         for sequence, (slot, block, parent, checksum) in enumerate(named, start=done.sequence):
             header = self.headers[slot // self.row_count_max]

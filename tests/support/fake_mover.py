@@ -49,19 +49,19 @@ class FakeMover:
     def begin(self, asked: ins.Demote | ins.Promote) -> None:
         world, disk = self._world, self._disk
         record = world.namespaces[asked.namespace]
-        slots, nvme_slots = asked.slots.tolist(), asked.nvme_slots.tolist()
-        assert 0 < len(set(slots)) == len(slots) == len(set(nvme_slots)) == len(nvme_slots)
+        slots, lower_slots = asked.slots.tolist(), asked.lower_slots.tolist()
+        assert 0 < len(set(slots)) == len(slots) == len(set(lower_slots)) == len(lower_slots)
         if isinstance(asked, ins.Demote):
-            for slot in nvme_slots:
+            for slot in lower_slots:
                 disk.begin_write(slot, record.fingerprint)
             sources = [world.stamp(asked.namespace, slot) for slot in slots]
             checksums = [world.checksum_at[slot] for slot in slots]
         else:
-            sources = [disk.read(slot) for slot in nvme_slots]
-            checksums = [disk.rows[slot].checksum for slot in nvme_slots]
+            sources = [disk.read(slot) for slot in lower_slots]
+            checksums = [disk.rows[slot].checksum for slot in lower_slots]
         self.assert_idle(slots)
         for one in self.under_way:
-            both = set(one.asked.nvme_slots.tolist()) & set(nvme_slots)
+            both = set(one.asked.lower_slots.tolist()) & set(lower_slots)
             is_reading = isinstance(one.asked, ins.Promote) and isinstance(asked, ins.Promote)
             assert not both or is_reading, f"NVMe slots {both} are read while they are written"
         self.under_way.append(Transfer(asked, sources, checksums, [None] * len(slots)))
@@ -71,17 +71,17 @@ class FakeMover:
         if one.outcomes[member] is not None:
             return
         world, disk, asked = self._world, self._disk, one.asked
-        slot, nvme_slot = int(asked.slots[member]), int(asked.nvme_slots[member])
+        slot, lower_slot = int(asked.slots[member]), int(asked.lower_slots[member])
         expected = one.checksums[member]
         if isinstance(asked, ins.Demote):
             stamp = world.stamp(asked.namespace, slot)
             assert stamp == one.sources[member] or slot in world.scribbled, "its source was reused"
             is_right = checksum_of(stamp) == expected
             if is_right:
-                disk.write(nvme_slot, stamp)
+                disk.write(lower_slot, stamp)
         else:
-            stamp = disk.read(nvme_slot)
-            assert stamp == one.sources[member] or nvme_slot in disk.scribbled, "reused meanwhile"
+            stamp = disk.read(lower_slot)
+            assert stamp == one.sources[member] or lower_slot in disk.scribbled, "reused meanwhile"
             self._fill(asked, slot, stamp)
             is_right = checksum_of(stamp) == expected
         self.block_counts["demote" if one.is_demotion else "promote"] += is_right
@@ -101,7 +101,7 @@ class FakeMover:
             kind(
                 namespace=one.asked.namespace,
                 slots=one.asked.slots,
-                nvme_slots=one.asked.nvme_slots,
+                lower_slots=one.asked.lower_slots,
                 outcomes=np.array(one.outcomes, dtype=np.uint8),
                 checksums=np.array(one.checksums, dtype=np.uint64),
             )
@@ -119,7 +119,7 @@ class FakeMover:
     def cut_power(self) -> None:
         """Every write that was under way has arrived in part."""
         for one in self.under_way:
-            for member, slot in enumerate(one.asked.nvme_slots.tolist()):
+            for member, slot in enumerate(one.asked.lower_slots.tolist()):
                 if one.is_demotion and one.outcomes[member] is None:
                     self._disk.write(slot, TORN)
         self.under_way.clear()
@@ -133,7 +133,7 @@ class FakeMover:
     def assert_unused(self, segments: set[int]) -> None:
         """Segments that get a new life: nothing moves there."""
         for one in self.under_way:
-            used = {slot // self._disk.row_count_max for slot in one.asked.nvme_slots.tolist()}
+            used = {slot // self._disk.row_count_max for slot in one.asked.lower_slots.tolist()}
             assert segments.isdisjoint(used), f"{segments & used} reused while bytes move there"
 
     def _fill(self, asked: ins.Promote, slot: int, stamp: Stamp) -> None:
@@ -147,7 +147,7 @@ class FakeMover:
             return
         if one.is_demotion:
             if outcome is TransferOutcome.FAILED:
-                self._disk.write(int(one.asked.nvme_slots[member]), TORN)
+                self._disk.write(int(one.asked.lower_slots[member]), TORN)
             else:  # Something wrote to the slot in memory after its checksum was computed.
                 self._world.scribble(int(one.asked.slots[member]))
         else:

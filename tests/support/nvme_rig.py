@@ -106,8 +106,8 @@ class Rig:
                 ins.Demote: keeper.on_demote,
                 ins.Promote: keeper.on_promote,
                 ins.BindSegments: keeper.on_bind_segments,
-                ins.WriteNvmeReady: keeper.on_write_ready,
-                ins.WriteNvmeGone: keeper.on_write_gone,
+                ins.WriteLowerReady: keeper.on_write_ready,
+                ins.WriteLowerGone: keeper.on_write_gone,
             },
         )
         keeper.start(tasks)
@@ -167,9 +167,9 @@ class Rig:
         demoted = (await self.heard(ev.Demoted, before + 1))[-1]
         if (demoted.outcomes == DONE).all():
             self.instruct(
-                ins.WriteNvmeReady(
+                ins.WriteLowerReady(
                     namespace=NamespaceId(1),
-                    nvme_slots=where,
+                    lower_slots=where,
                     hashes=[hash_of(name) for name in names],
                     parents=parents,
                     checksums=demoted.checksums,
@@ -190,7 +190,7 @@ def run(rig: Rig, test: Callable[[], Awaitable[None]], *, opened: bool = True) -
                 rig.start(tasks)
                 if opened:
                     await rig.open_namespace()
-                    await rig.heard(ev.NvmeOpened)
+                    await rig.heard(ev.LowerOpened)
                 await test()
                 raise Over
         finally:

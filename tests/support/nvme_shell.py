@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core import nvme_tier
+from kvtier.core import lower_tier
 from kvtier.types import BlockHash, NamespaceId, PackedHashes
 from tests.support.fake_disk import FakeDisk, Found
 from tests.support.fake_mover import FakeMover
@@ -31,7 +31,7 @@ class NvmeShell:
         lives, found = disk.recover(self._epochs())
         self._found = {one.fingerprint: one for one in found}
         self._world.run_quietly(
-            ev.NvmeOpened(
+            ev.LowerOpened(
                 segment_bytes=disk.segment_bytes,
                 segment_count=disk.segment_count,
                 row_count_max=disk.row_count_max,
@@ -62,7 +62,7 @@ class NvmeShell:
     def worsen(self, *, readable: bool) -> None:
         """Writes to the pool do not work any more, or nothing does."""
         self.disk.readable = self.disk.readable and readable
-        self._world.run_quietly(ev.NvmeChanged(readable))
+        self._world.run_quietly(ev.LowerChanged(readable))
 
     def cut_power(self, keeps: Callable[[int], bool]) -> None:
         self.mover.cut_power()
@@ -70,18 +70,18 @@ class NvmeShell:
 
     # ----------------------------------------------------------------------------- instructions
 
-    def note(self, done: ins.BindSegments | ins.WriteNvmeReady | ins.WriteNvmeGone) -> None:
+    def note(self, done: ins.BindSegments | ins.WriteLowerReady | ins.WriteLowerGone) -> None:
         match done:
             case ins.BindSegments():
                 self.mover.assert_unused({header.segment for header in done.headers})
                 self.disk.bind(done.headers)
-            case ins.WriteNvmeReady():
+            case ins.WriteLowerReady():
                 record = self._world.namespaces[done.namespace]
                 assert done.epoch == record.epoch, "a block of an older epoch became READY"
                 assert record.ever_ready.issuperset(done.hashes), "demoted, and never committed"
                 self.disk.write_ready(done, record.fingerprint)
-            case ins.WriteNvmeGone():
-                self.disk.write_gone(done.nvme_slots.tolist())
+            case ins.WriteLowerGone():
+                self.disk.write_gone(done.lower_slots.tolist())
 
     # --------------------------------------------------------------------------------- checking
 
@@ -91,10 +91,10 @@ class NvmeShell:
         taken_in: set[BlockHash] = set()
         if event.epoch != record.epoch or not disk.readable:
             return taken_in
-        hashes = PackedHashes(event.packed, len(event.packed) // len(event.nvme_slots))
-        stop = event.done_count + nvme_tier.RECOVERED_SLICE_BLOCKS
+        hashes = PackedHashes(event.packed, len(event.packed) // len(event.lower_slots))
+        stop = event.done_count + lower_tier.RECOVERED_SLICE_BLOCKS
         for one in range(event.done_count, min(stop, len(hashes))):
-            slot, parent = int(event.nvme_slots[one]), int(event.parents[one])
+            slot, parent = int(event.lower_slots[one]), int(event.parents[one])
             row = disk.rows.get(slot)
             life = disk.headers[slot // disk.row_count_max].sequence
             is_there = row is not None and row.block == hashes[one] and life == event.sequences[one]

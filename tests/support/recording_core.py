@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.stats import ManagerStats
-from kvtier.types import NamespaceId, PrefixMatch
+from kvtier.types import NamespaceId, PrefixMatch, TierName
 
 E = TypeVar("E")
 
@@ -23,7 +23,7 @@ class RecordingManager:
     events: list[ev.Event] = field(default_factory=list)
     on_event: Callable[[], None] = lambda: None
     answer: Callable[[ev.Event], list[ins.Instruction]] = lambda _: []
-    recency: list[int] = field(default_factory=list)
+    recency_slots: list[int] = field(default_factory=list)
     counts: ManagerStats | None = None
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
@@ -41,8 +41,8 @@ class RecordingManager:
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return 1
 
-    def nvme_recency(self) -> ev.Slots:
-        return np.array(self.recency, np.uint32)
+    def recency(self, tier: TierName) -> ev.Slots:
+        return np.array(self.recency_slots, np.uint32)
 
     def next_deadline(self) -> float | None:
         return None

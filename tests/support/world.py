@@ -395,7 +395,7 @@ class World:
                 for blocks in (record.in_memory, record.on_nvme, record.ever_ready):
                     blocks.clear()
                 record.ready_at.clear()
-            case ins.BindSegments() | ins.WriteNvmeReady() | ins.WriteNvmeGone():
+            case ins.BindSegments() | ins.WriteLowerReady() | ins.WriteLowerGone():
                 assert self.nvme is not None
                 self.nvme.note(done)
 

@@ -10,10 +10,10 @@ import pytest
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.events import TransferOutcome
-from kvtier.core.settings import ManagerConfig, NvmeSettings
-from kvtier.core.stats import NvmeCounts
+from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.core.stats import LowerCounts
 from kvtier.core.write_budget import WriteBudget
-from kvtier.types import BlockHash, NamespaceId
+from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_mover import FakeMover, Transfer
 from tests.support.world import chain, packed, slots_of
@@ -22,18 +22,20 @@ from tests.unit.core.test_manager import CONFIG, NS, SLOT_BYTES, Story
 TIERED = replace(
     CONFIG,
     leases_per_session_max=8,
-    nvme=NvmeSettings(
-        write_bytes_per_hour=1e9,
-        transfer_bytes_max=8 * SLOT_BYTES,
-        batch_blocks=4,
-        prefetch_fraction_max=0.5,
-    ),
+    lower={
+        TierName.NVME: LowerSettings(
+            write_bytes_per_hour=1e9,
+            transfer_bytes_max=8 * SLOT_BYTES,
+            batch_blocks=4,
+            prefetch_fraction_max=0.5,
+        )
+    },
 )
 
 
 def with_budget(slots_per_hour: float) -> ManagerConfig:
-    nvme = replace(TIERED.nvme, write_bytes_per_hour=slots_per_hour * SLOT_BYTES)
-    return replace(TIERED, nvme=nvme)
+    nvme = replace(TIERED.lower[TierName.NVME], write_bytes_per_hour=slots_per_hour * SLOT_BYTES)
+    return replace(TIERED, lower={TierName.NVME: nvme})
 
 
 class TieredStory(Story):
@@ -107,7 +109,7 @@ class TieredStory(Story):
         self.world.run(ev.Release(self.session, (granted.lease,)))
 
     @property
-    def counts(self) -> NvmeCounts:
+    def counts(self) -> LowerCounts:
         counts = self.world.manager.stats().nvme
         assert counts is not None
         return counts
@@ -181,7 +183,8 @@ def test_what_is_under_way_is_bounded_in_bytes_and_in_blocks() -> None:
     story = TieredStory()
     story.offload("abcdefghijklmnop")
     assert sum(len(one.asked.slots) for one in story.under_way) == 8
-    few = replace(TIERED, nvme=replace(TIERED.nvme, transfer_blocks_max=5, batch_blocks=2))
+    nvme = replace(TIERED.lower[TierName.NVME], transfer_blocks_max=5, batch_blocks=2)
+    few = replace(TIERED, lower={TierName.NVME: nvme})
     story = TieredStory(few)
     story.offload("abcdefghijklmnop")
     assert sum(len(one.asked.slots) for one in story.under_way) == 6

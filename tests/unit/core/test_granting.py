@@ -102,8 +102,8 @@ def test_a_wait_ends_at_its_deadline_and_the_slot_stays_taken_until_the_read_has
 
 
 def test_what_has_come_by_the_deadline_is_leased() -> None:
-    nvme = replace(TIERED.nvme, batch_blocks=1, transfer_blocks_max=2)
-    story = TieredStory(replace(TIERED, nvme=nvme))
+    nvme = replace(TIERED.lower[TierName.NVME], batch_blocks=1, transfer_blocks_max=2)
+    story = TieredStory(replace(TIERED, lower={TierName.NVME: nvme}))
     story.write_behind("abcd")
     story.leave_memory()
     pending = story.acquire_pending("abcd", wait=2.0)
@@ -119,9 +119,9 @@ def test_what_has_come_by_the_deadline_is_leased() -> None:
 
 
 def test_what_nobody_waits_for_any_more_is_not_read_and_its_slots_are_free() -> None:
-    nvme = replace(TIERED.nvme, batch_blocks=1, transfer_blocks_max=1)
+    nvme = replace(TIERED.lower[TierName.NVME], batch_blocks=1, transfer_blocks_max=1)
     for is_released in (False, True):
-        story = TieredStory(replace(TIERED, nvme=nvme))
+        story = TieredStory(replace(TIERED, lower={TierName.NVME: nvme}))
         story.write_behind("abcd")
         story.leave_memory()
         pending = story.acquire_pending("abcd", wait=2.0)
@@ -204,7 +204,7 @@ def test_blocks_of_a_pool_that_is_gone_are_no_lack_of_room(story: TieredStory) -
     story.write_behind("ab")
     story.leave_memory()
     assert story.world.nvme is not None
-    story.world.start(ev.NvmeChanged(readable=False))
+    story.world.start(ev.LowerChanged(readable=False))
     outcomes: list[object] = []
     acquire = ev.Acquire(story.session, NS, packed(chain("ab")), 10.0, wait_until=5.0)
     story.world.start(acquire, outcomes.append)
@@ -310,8 +310,8 @@ def test_of_an_engine_that_died_nothing_is_left_but_reads_under_way(story: Tiere
 
 
 def test_a_read_that_fails_cuts_only_those_leases_that_wait_for_it() -> None:
-    nvme = replace(TIERED.nvme, batch_blocks=2)
-    story = TieredStory(replace(TIERED, nvme=nvme))
+    nvme = replace(TIERED.lower[TierName.NVME], batch_blocks=2)
+    story = TieredStory(replace(TIERED, lower={TierName.NVME: nvme}))
     for path in ("ab", "xy"):
         story.write_behind(path)
     story.leave_memory()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.core.index import IN_CALL, NOBODY, PrefixIndex
-from kvtier.types import BlockHash, PackedHashes
+from kvtier.types import BlockHash, PackedHashes, TierName
 from tests.support.world import chain
 
 SLICE_SECONDS_MAX = 0.005
@@ -30,7 +30,7 @@ def adopt(index: PrefixIndex, *paths: str) -> list[int]:
     return index.adopt(
         [chain(path)[-1] for path in paths],
         parents=np.array(parents, dtype=np.int32),
-        nvme_slots=np.arange(len(paths), dtype=np.int64) + 100,
+        lower_slots=np.arange(len(paths), dtype=np.int64) + 100,
     ).tolist()
 
 
@@ -55,7 +55,7 @@ def test_adopted_blocks_are_resident_on_nvme_alone(index: PrefixIndex) -> None:
     rows = adopt(index, "a", "ab", "abc")
     assert index.rows(chain("abc")).tolist() == rows
     assert index.place[rows].tolist() == [NOBODY] * 3
-    assert index.nvme_slot[rows].tolist() == [100, 101, 102]
+    assert index.lower[TierName.NVME].slot[rows].tolist() == [100, 101, 102]
     assert index.memory_children[rows].tolist() == [0, 0, 0]
     assert index.check_invariants() == []
 
@@ -140,7 +140,7 @@ def test_4096_blocks_are_adopted_well_within_one_slice() -> None:
         start = time.thread_time()
         whole.update(zip(again, range(4096), strict=True))
         middle = time.thread_time()
-        rows = index.adopt(hashes, parents=parents, nvme_slots=slots)
+        rows = index.adopt(hashes, parents=parents, lower_slots=slots)
         seconds.append(time.thread_time() - middle)
         dict_seconds.append(middle - start)
         first = int(rows[-1])
@@ -152,13 +152,14 @@ def test_columns_grow_one_after_the_other(index: PrefixIndex) -> None:
     """All at once, at a million blocks, they hold the event loop for 20 ms."""
     chance, grown_counts = random.Random(4), []
     columns = [one for one in vars(index).values() if isinstance(one, np.ndarray)]
+    columns += [index.lower[TierName.NVME].slot, index.lower[TierName.NVME].flags]
     assert len(columns) >= 10
     for number in range(200):
         before = [len(one) for one in columns]
         index.adopt(
             PackedHashes(chance.randbytes(256 * 32), 32)[:],
             parents=np.full(256, NOBODY, dtype=np.int32),
-            nvme_slots=np.arange(256, dtype=np.int64) + 256 * number,
+            lower_slots=np.arange(256, dtype=np.int64) + 256 * number,
         )
         grown_counts.append(sum(len(one) > old for one, old in zip(columns, before, strict=True)))
     assert min(map(len, columns)) >= 200 * 256

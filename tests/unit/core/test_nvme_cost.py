@@ -16,9 +16,18 @@ import pytest
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager
-from kvtier.core.settings import ManagerConfig, NvmeSettings
+from kvtier.core.settings import LowerSettings, ManagerConfig
 from kvtier.policy.lru import LruPolicy
-from kvtier.types import EngineId, LeaseId, NamespaceId, PackedHashes, Role, SessionId, SlabId
+from kvtier.types import (
+    EngineId,
+    LeaseId,
+    NamespaceId,
+    PackedHashes,
+    Role,
+    SessionId,
+    SlabId,
+    TierName,
+)
 
 NS, MINE = NamespaceId(1), SessionId(1)
 BLOCK_BYTES = 4096  # So small that everything is about counts.
@@ -28,7 +37,7 @@ MEMORY_BLOCKS = 2 * CHAIN_BLOCKS + CHAIN_BLOCKS // 4
 SEGMENT_BLOCKS = 4096
 SEGMENTS = 5  # Fewer than there are chains: they are reused.
 SLICE_SECONDS_MAX = 0.005
-SETTINGS = NvmeSettings(write_bytes_per_hour=1e12)
+SETTINGS = LowerSettings(write_bytes_per_hour=1e12)
 
 
 @dataclass
@@ -70,7 +79,7 @@ class Shell:
         return kind(
             namespace=asked.namespace,
             slots=asked.slots,
-            nvme_slots=asked.nvme_slots,
+            lower_slots=asked.lower_slots,
             outcomes=np.zeros(count, dtype=np.uint8),
             checksums=np.ones(count, dtype=np.uint64),
         )
@@ -119,7 +128,10 @@ def shell() -> Iterator[Shell]:
 def loaded() -> Shell:
     """Every chain was offloaded and has gone down; segments have been reused."""
     config = ManagerConfig(
-        slab_bytes=BLOCK_BYTES * MEMORY_BLOCKS, slab_count_max=1, stock_divisor=1, nvme=SETTINGS
+        slab_bytes=BLOCK_BYTES * MEMORY_BLOCKS,
+        slab_count_max=1,
+        stock_divisor=1,
+        lower={TierName.NVME: SETTINGS},
     )
     shell = Shell(BlockManager(config, make_policy=LruPolicy))
     for event in (
@@ -130,7 +142,7 @@ def loaded() -> Shell:
         ev.SessionOpened(MINE, EngineId(b"e" * 16), Role.BOTH, (0,)),
         ev.NamespaceJoined(MINE, NS),
         ev.SlabMapped(MINE, SlabId(1)),
-        ev.NvmeOpened(SEGMENT_BLOCKS * BLOCK_BYTES, SEGMENTS, SEGMENT_BLOCKS, 1, 1),
+        ev.LowerOpened(SEGMENT_BLOCKS * BLOCK_BYTES, SEGMENTS, SEGMENT_BLOCKS, 1, 1),
     ):
         shell.run(event)
     chance = random.Random(3)

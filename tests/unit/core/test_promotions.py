@@ -23,8 +23,8 @@ def story() -> TieredStory:
 @pytest.fixture
 def one_at_a_time() -> TieredStory:
     """Only one batch of two blocks is read at the same time."""
-    nvme = replace(TIERED.nvme, transfer_bytes_max=SLOT_BYTES, batch_blocks=2)
-    return TieredStory(replace(TIERED, nvme=nvme))
+    nvme = replace(TIERED.lower[TierName.NVME], transfer_bytes_max=SLOT_BYTES, batch_blocks=2)
+    return TieredStory(replace(TIERED, lower={TierName.NVME: nvme}))
 
 
 def read_names(story: TieredStory) -> list[str]:
@@ -33,7 +33,7 @@ def read_names(story: TieredStory) -> list[str]:
         names([story.disk.rows[slot].block])[0]
         for one in story.under_way
         if not one.is_demotion
-        for slot in one.asked.nvme_slots.tolist()
+        for slot in one.asked.lower_slots.tolist()
     ]
 
 
@@ -152,8 +152,8 @@ def test_a_prefetched_block_that_somebody_waits_for_is_not_read_last(
 
 
 def test_prefetches_together_take_a_part_of_memory_only() -> None:
-    nvme = replace(TIERED.nvme, prefetch_fraction_max=0.25)
-    story = TieredStory(replace(TIERED, nvme=nvme))
+    nvme = replace(TIERED.lower[TierName.NVME], prefetch_fraction_max=0.25)
+    story = TieredStory(replace(TIERED, lower={TierName.NVME: nvme}))
     story.write_behind("abcdef")
     story.write_behind("xy")
     story.leave_memory()

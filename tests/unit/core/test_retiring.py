@@ -12,7 +12,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.events import TransferOutcome
 from kvtier.core.manager import BlockManager
 from kvtier.policy.lru import LruPolicy
-from kvtier.types import NamespaceId
+from kvtier.types import NamespaceId, TierName
 from tests.support.fake_engine import FakeEngine
 from tests.support.world import HASH_BYTES, chain, packed
 from tests.unit.core.test_demotions import TIERED, TieredStory, names
@@ -113,8 +113,9 @@ def test_a_block_that_somebody_else_is_having_promoted_has_one_slot_in_memory() 
 
 def test_a_block_that_leaves_memory_and_is_back_goes_again_once() -> None:
     """While the disk is too slow to take it: it would be written to two slots."""
-    nvme = replace(TIERED.nvme, batch_blocks=3, transfer_blocks_max=1)
-    story = TieredStory(replace(TIERED, nvme=nvme), segment_count=3, segment_slots=8)
+    nvme = replace(TIERED.lower[TierName.NVME], batch_blocks=3, transfer_blocks_max=1)
+    config = replace(TIERED, lower={TierName.NVME: nvme})
+    story = TieredStory(config, segment_count=3, segment_slots=8)
     story.write_behind("abcdefgh")
     story.write_behind("IJKLMNOP")
     story.use("abcd")
@@ -223,8 +224,8 @@ def test_others_are_reused_while_a_read_hangs(story: TieredStory) -> None:
 
 
 def test_blocks_that_were_to_go_again_and_are_evicted_keep_nobody_waiting() -> None:
-    nvme = replace(TIERED.nvme, batch_blocks=1, transfer_blocks_max=1)
-    story = TieredStory(replace(TIERED, nvme=nvme), segment_count=3)
+    nvme = replace(TIERED.lower[TierName.NVME], batch_blocks=1, transfer_blocks_max=1)
+    story = TieredStory(replace(TIERED, lower={TierName.NVME: nvme}), segment_count=3)
     fill(story)
     story.use("ab")
     story.offload("wxyz")
@@ -347,13 +348,13 @@ def test_blocks_cleared_before_the_pool_was_told_of_do_not_come_back(story: Tier
     manager.handle(ev.Clear(NS, epoch + 1), 0.0)
     disk = story.disk
     manager.handle(
-        ev.NvmeOpened(disk.segment_bytes, 3, disk.row_count_max, 1, 1 << 40, lives=lives), 0.0
+        ev.LowerOpened(disk.segment_bytes, 3, disk.row_count_max, 1, 1 << 40, lives=lives), 0.0
     )
     recovered = ev.BlocksRecovered(
         NS, epoch, b"".join(found.hashes), found.parents, found.slots, found.sequences
     )
     told = manager.handle(recovered, 0.0)
-    assert [type(one) for one in told] == [ins.WriteNvmeGone]
+    assert [type(one) for one in told] == [ins.WriteLowerGone]
     assert manager.match_packed(NS, b"".join(chain("abcd"))).matched_count == 0
     counts = manager.stats().nvme
     assert counts is not None

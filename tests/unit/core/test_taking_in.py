@@ -10,13 +10,13 @@ import pytest
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core import nvme_tier
-from kvtier.core.nvme_tier import NvmeTier
+from kvtier.core import lower_tier
+from kvtier.core.lower_tier import LowerTier
 from kvtier.core.residency import NamespaceFacts, Residency
 from kvtier.core.segments import SegmentBook, by_segment
 from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.policy.lru import LruPolicy
-from kvtier.types import BlockHash, NamespaceId
+from kvtier.types import BlockHash, NamespaceId, TierName
 
 NS = NamespaceId(1)
 FINGERPRINT = b"f" * 16
@@ -29,7 +29,7 @@ SLICE_BLOCKS = 6
 class Story:
     """A namespace, blocks that were recovered for it, and what happens between the slices."""
 
-    tier: NvmeTier
+    tier: LowerTier
     residency: Residency
     event: ev.BlocksRecovered
     hashes: list[BlockHash]
@@ -39,8 +39,8 @@ class Story:
         """One slice; whether there is another one."""
         done = self.tier.on_blocks_recovered(self.event, 0.0)
         for one in done:
-            if isinstance(one, ins.WriteNvmeGone):
-                self.gone_slots.update(one.nvme_slots.tolist())
+            if isinstance(one, ins.WriteLowerGone):
+                self.gone_slots.update(one.lower_slots.tolist())
         following = [one.event for one in done if isinstance(one, ins.Continue)]
         if following:
             assert isinstance(following[0], ev.BlocksRecovered)
@@ -66,7 +66,7 @@ class Story:
         index = self.residency.index
         row = index.row_of.get(self.hashes[position])
         if row is not None and index.place[row] < 0:
-            slot = int(index.nvme_slot[row])
+            slot = int(index.lower[TierName.NVME].slot[row])
             self.gone_slots.add(slot)
             self.tier.lose(self.residency, [slot])
 
@@ -74,7 +74,7 @@ class Story:
         index = self.residency.index
         while index.sweep_pending:
             rows, _ = index.sweep(2)
-            slots = index.nvme_slot[rows]
+            slots = index.lower[TierName.NVME].slot[rows]
             ready = [slot for slot in slots[slots >= 0].tolist() if self.tier.book.is_ready(slot)]
             self.gone_slots.update(ready)
             self.tier.forget_slots(ready)
@@ -83,7 +83,7 @@ class Story:
     def resident(self) -> dict[BlockHash, tuple[int, int]]:
         index = self.residency.index
         return {
-            block: (int(index.place[row]), int(index.nvme_slot[row]))
+            block: (int(index.place[row]), int(index.lower[TierName.NVME].slot[row]))
             for block, row in index.row_of.entries()
         }
 
@@ -98,7 +98,7 @@ def story(parents: list[int]) -> Story:
     hashes = [BlockHash(b"%032d" % number) for number in range(count)]
     facts = NamespaceFacts(NS, 32, 4096, 1, fingerprint=FINGERPRINT)
     residency = Residency(facts, epoch=EPOCH, set_slot_count=1024, make_policy=LruPolicy)
-    tier = NvmeTier({NS: residency})
+    tier = LowerTier(TierName.NVME, {NS: residency})
     tier.note_namespace(residency)
     segment_count = -(-count // SEGMENT_ROWS)
     lives = [
@@ -108,8 +108,8 @@ def story(parents: list[int]) -> Story:
         )
         for number in range(segment_count)
     ]
-    tier.on_nvme_opened(
-        ev.NvmeOpened(SEGMENT_ROWS * 4096, segment_count, SEGMENT_ROWS, 1, 100, lives), 0.0
+    tier.on_opened(
+        ev.LowerOpened(SEGMENT_ROWS * 4096, segment_count, SEGMENT_ROWS, 1, 100, lives), 0.0
     )
     slots = np.arange(count, dtype=np.uint32)
     event = ev.BlocksRecovered(
@@ -117,7 +117,7 @@ def story(parents: list[int]) -> Story:
         epoch=EPOCH,
         packed=b"".join(hashes),
         parents=np.array(parents, dtype=np.int32),
-        nvme_slots=slots,
+        lower_slots=slots,
         sequences=(slots // SEGMENT_ROWS + 10).astype(np.uint64),
     )
     return Story(tier, residency, event, hashes, set())
@@ -125,7 +125,7 @@ def story(parents: list[int]) -> Story:
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_tier, "RECOVERED_SLICE_BLOCKS", SLICE_BLOCKS)
+    monkeypatch.setattr(lower_tier, "RECOVERED_SLICE_BLOCKS", SLICE_BLOCKS)
 
 
 def test_all_of_a_chain_is_taken_in() -> None:

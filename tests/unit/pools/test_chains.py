@@ -98,13 +98,13 @@ def assert_right(chains: RecoveredChains, blocks: Blocks, slot_of: Mapping[bytes
     for position, (name, parent) in enumerate(zip(hashes, chains.parents.tolist(), strict=True)):
         assert parent < position, "a child before its parent"
         assert (hashes[parent] if parent != ROOT else None) == kept[name]
-    assert chains.nvme_slots.tolist() == [slot_of[name] for name in hashes]
+    assert chains.lower_slots.tolist() == [slot_of[name] for name in hashes]
     assert chains.dropped.tolist() == sorted(
         slot_of[name] for name, _ in blocks if name not in kept
     )
-    segments = chains.nvme_slots // ROW_COUNT_MAX
+    segments = chains.lower_slots // ROW_COUNT_MAX
     assert chains.sequences.tolist() == [100 + segment for segment in segments.tolist()]
-    types = [chains.parents.dtype, chains.nvme_slots.dtype, chains.sequences.dtype]
+    types = [chains.parents.dtype, chains.lower_slots.dtype, chains.sequences.dtype]
     assert types == [np.int32, np.uint32, np.uint64]
 
 
@@ -184,7 +184,7 @@ def test_each_namespace_has_its_own_chains() -> None:
     found = recovered((ONE, path(*"abc")), (OTHER, path(*"abcd")[1:]), (ONE, path(*"abcde")[3:]))
     one, other = chains_of(found)
     assert (one.fingerprint, hashes_of(one)) == (ONE, [block(name) for name in "abcde"])
-    assert one.nvme_slots.tolist() == [0, 1, 2, 32, 33]
+    assert one.lower_slots.tolist() == [0, 1, 2, 32, 33]
     assert one.sequences.tolist() == [100, 100, 100, 102, 102]
     assert (other.fingerprint, hashes_of(other)) == (OTHER, [])
     assert other.dropped.tolist() == [16, 17, 18]

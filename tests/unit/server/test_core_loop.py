@@ -17,7 +17,7 @@ from kvtier.errors import BadRequest
 from kvtier.metrics import Metrics
 from kvtier.server.core_loop import TICK_SECONDS_MAX, CoreLoop
 from kvtier.server.lag import SAMPLE_SECONDS, watch_lag
-from kvtier.types import LeaseId, NamespaceId, PrefixMatch, SessionId
+from kvtier.types import LeaseId, NamespaceId, PrefixMatch, SessionId, TierName
 from tests.support.clock import ManualClock
 from tests.support.recording_core import RecordingManager
 
@@ -52,7 +52,7 @@ class SlicingManager:
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return 1
 
-    def nvme_recency(self) -> ev.Slots:
+    def recency(self, tier: TierName) -> ev.Slots:
         raise NotImplementedError
 
     def next_deadline(self) -> float | None:

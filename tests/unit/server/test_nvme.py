@@ -113,7 +113,7 @@ def test_disk_in_trouble_is_told_once_and_ends_nothing(
                 rig.faults[rig.drivers[0].access_count] = fault
                 rig.instruct(ins.Promote(NamespaceId(1), slots(0), slots(40)))
             first, second = await rig.heard(ev.Promoted, 2)
-            [changed] = await rig.heard(ev.NvmeChanged)
+            [changed] = await rig.heard(ev.LowerChanged)
         assert changed.readable is readable
         assert rig.keeper.state == state
         assert first.outcomes.tolist() == [FAILED]
@@ -190,7 +190,7 @@ def test_many_changes_are_written_part_by_part_without_waiting_for_the_timer(
     async def test() -> None:
         await asyncio.sleep(0.25)
         rig.bind()
-        rig.instruct(ins.WriteNvmeGone(slots(0, 32, 64, 96)))  # Each on a page of its own.
+        rig.instruct(ins.WriteLowerGone(slots(0, 32, 64, 96)))  # Each on a page of its own.
         assert rig.keeper.dirty_page_count == 5
         await asyncio.sleep(0.35)
         assert rig.drivers[0].access_count >= 5
@@ -205,7 +205,7 @@ def test_blocks_of_a_former_life_go_to_whoever_opens_their_namespace_then_or_lat
     async def write() -> None:
         rig.bind()
         await rig.demote(["a", "b", "orphan"], [None, hash_of("a"), hash_of("absent")])
-        rig.manager.recency = [1, 0]
+        rig.manager.recency_slots = [1, 0]
         await rig.keeper.stop()
 
     run(rig, write)
@@ -216,7 +216,7 @@ def test_blocks_of_a_former_life_go_to_whoever_opens_their_namespace_then_or_lat
         async def read(life: Rig = life, is_open_before: bool = is_open_before) -> None:
             if is_open_before:
                 await life.open_namespace()
-            [told] = await life.heard(ev.NvmeOpened)
+            [told] = await life.heard(ev.LowerOpened)
             assert (told.segment_count, told.lane_count) == (SEGMENT_COUNT, 1)
             assert told.is_writable
             assert [(header.segment, rows.tolist()) for header, rows in told.lives] == [(0, [0, 1])]
@@ -227,7 +227,7 @@ def test_blocks_of_a_former_life_go_to_whoever_opens_their_namespace_then_or_lat
             assert (found.namespace, found.epoch) == (NamespaceId(1), EPOCH)
             assert found.packed == hash_of("a") + hash_of("b")
             assert found.parents.tolist() == [-1, 0]
-            assert found.nvme_slots.tolist() == [0, 1]
+            assert found.lower_slots.tolist() == [0, 1]
             assert (found.sequences == told.lives[0][0].sequence).all()
             events = life.manager.events
             assert events.index(told) < events.index(found)
@@ -244,7 +244,7 @@ def test_pool_that_was_closed_in_order_is_clean_and_after_a_failure_it_is_not(ri
     async def write() -> None:
         rig.bind()
         await rig.demote(["a"], [None])
-        rig.manager.recency = [0]
+        rig.manager.recency_slots = [0]
         await rig.keeper.stop()
         assert await rig.keeper.close()
 
@@ -265,7 +265,7 @@ def test_an_orderly_end_waits_for_a_table_that_is_being_written(rig: Rig) -> Non
         rig.bind()
         await asyncio.sleep(0.05)
         rig.faults[rig.drivers[0].access_count] = Fault.STALL
-        rig.instruct(ins.WriteNvmeGone(slots(0)))
+        rig.instruct(ins.WriteLowerGone(slots(0)))
         await asyncio.sleep(0.05)
         assert rig.keeper._pool.dirty_page_count == 1
         asyncio.get_running_loop().call_later(0.05, rig.drivers[0].release)
@@ -288,7 +288,7 @@ def test_table_that_cannot_be_read_turns_the_tier_off_and_ends_nothing(
         assert rig.keeper.state == "off"
         assert len(caplog.records) == 1
         await rig.open_namespace()
-        assert not rig.manager.of(ev.NvmeOpened) + rig.manager.of(ev.BlocksRecovered)
+        assert not rig.manager.of(ev.LowerOpened) + rig.manager.of(ev.BlocksRecovered)
 
     opening = NvmeKeeper.open
 
@@ -312,6 +312,6 @@ def test_what_is_asked_for_after_the_end_began_is_refused(
         [demoted] = await rig.heard(ev.Demoted)
         assert demoted.outcomes.tolist() == [REFUSED]
         await rig.keeper.stop()
-        rig.instruct(ins.WriteNvmeGone(slots(0)))  # The pool is closed: nothing happens.
+        rig.instruct(ins.WriteLowerGone(slots(0)))  # The pool is closed: nothing happens.
 
     run(rig, test)

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from kvtier.cli.stats import text_of
-from kvtier.core.stats import NvmeCounts
+from kvtier.core.stats import LowerCounts
 from kvtier.metrics import Metrics
 from kvtier.server.base import Base
 from kvtier.server.core_loop import CoreLoop
@@ -20,7 +20,7 @@ from kvtier.types import TierName
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.clock import ManualClock
 
-COUNTS = NvmeCounts(
+COUNTS = LowerCounts(
     segment_count=10,
     free_segment_count=4,
     slot_count=600,

@@ -1,4 +1,4 @@
-"""The NVMe tier of all namespaces: which slot holds which block, and what it loses.
+"""A tier below memory, of all namespaces: which slot holds which block, and what it loses.
 
 The book of segments says which slots are in use; the index of each namespace says where a block's
 copy lies; here is the way back, from a slot to its block. A segment of a namespace that nobody has
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.core.index import IN_CALL, NOBODY, RowFlag, Rows
+from kvtier.core.index import IN_CALL, NOBODY, LowerColumns, PrefixIndex, RowFlag, Rows
 from kvtier.core.residency import Residency
 from kvtier.core.segments import Group, Mask, SegmentBook, Slots, by_segment
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, TierName
@@ -28,10 +28,11 @@ RECOVERED_SLICE_BLOCKS = 2048
 _LOST_SLICE_BLOCKS = 256
 
 
-class NvmeTier:
-    """Closed until NvmeOpened comes; part of the block manager."""
+class LowerTier:
+    """Closed until LowerOpened comes; part of the block manager."""
 
-    def __init__(self, namespaces: Mapping[NamespaceId, Residency]) -> None:
+    def __init__(self, tier: TierName, namespaces: Mapping[NamespaceId, Residency]) -> None:
+        self.tier = tier
         self._namespaces = namespaces
         self._book: SegmentBook | None = None
         self._row_of: dict[int, Rows] = {}  # By segment: the row of each slot's block.
@@ -40,13 +41,16 @@ class NvmeTier:
         self.is_readable = False
         self.dropped_count = 0  # Recovered blocks that could not be taken in.
 
+    def columns(self, index: PrefixIndex) -> LowerColumns:
+        return index.lower[self.tier]
+
     @property
     def is_open(self) -> bool:
         return self._book is not None
 
     @property
     def book(self) -> SegmentBook:
-        assert self._book is not None, "the NVMe tier is not open"
+        assert self._book is not None, f"the {self.tier} tier is not open"
         return self._book
 
     def residency_of(self, fingerprint: bytes) -> Residency | None:
@@ -63,8 +67,8 @@ class NvmeTier:
 
     # --------------------------------------------------------------------------------- opening
 
-    def on_nvme_opened(self, event: ev.NvmeOpened, now: float) -> list[ins.Instruction]:
-        assert self._book is None, "the NVMe pool was opened twice"
+    def on_opened(self, event: ev.LowerOpened, now: float) -> list[ins.Instruction]:
+        assert self._book is None, f"the {self.tier} pool was opened twice"
         self._book = SegmentBook(
             segment_bytes=event.segment_bytes,
             segment_count=event.segment_count,
@@ -85,9 +89,9 @@ class NvmeTier:
         changed = start > 0 and event.change_count != residency.change_count
         if changed or residency.index.sweep_pending:
             event = replace(event, own_count=None)
-        count = len(event.nvme_slots)
+        count = len(event.lower_slots)
         rows = event.rows if event.rows is not None else np.full(count, NOBODY, dtype=np.int32)
-        slots = event.nvme_slots[start:stop]
+        slots = event.lower_slots[start:stop]
         groups = list(by_segment(slots, self.book.row_count_max))
         valid = self.book.are_ready(slots, event.sequences[start:stop], groups)
         if event.epoch == residency.epoch:
@@ -123,7 +127,7 @@ class NvmeTier:
         index = residency.index
         stop = start + len(valid)
         hashes = PackedHashes(event.packed, residency.facts.hash_bytes)[start:stop]
-        slots = event.nvme_slots[start:stop]
+        slots = event.lower_slots[start:stop]
         mine = rows[start:stop]  # A view: what is written to it is remembered.
         # Asking for each costs half as much as all the rest. As a rule every resident block is one
         # of these that came before, and then none of those to come is there.
@@ -132,14 +136,15 @@ class NvmeTier:
             mine[:] = [NOBODY if row is None else row for row in there]
         # Whoever was committed meanwhile gets the copy; a copy it has already stays.
         kept: Mask = valid & (mine != NOBODY)
-        kept[kept] = index.nvme_slot[mine[kept]] == NOBODY
+        kept[kept] = self.columns(index).slot[mine[kept]] == NOBODY
         fresh = valid & (mine == NOBODY)
         codes, fresh = self._parent_codes(residency, event, rows, start, fresh)
         chosen = np.flatnonzero(fresh)
         mine[chosen] = index.adopt(
             hashes if fresh.all() else [hashes[one] for one in chosen.tolist()],
             parents=codes[chosen],
-            nvme_slots=slots[chosen].astype(np.int64),
+            lower_slots=slots[chosen].astype(np.int64),
+            tier=self.tier,
         )
         kept = kept | fresh
         if event.used_at is not None:
@@ -177,7 +182,7 @@ class NvmeTier:
         codes[inside] = np.where(known != NOBODY, known, IN_CALL - ordinals[beside])
         return codes, fresh
 
-    def on_nvme_changed(self, event: ev.NvmeChanged, now: float) -> list[ins.Instruction]:
+    def on_changed(self, event: ev.LowerChanged, now: float) -> list[ins.Instruction]:
         self.is_writable = False
         if not event.readable:
             self.is_readable = False
@@ -188,8 +193,7 @@ class NvmeTier:
 
     def commit(self, residency: Residency, rows: Rows, slots: Slots) -> list[ins.Instruction]:
         """Reserved slots hold the blocks of these rows now; what of the slots that they leave."""
-        index = residency.index
-        before = index.nvme_slot[rows]
+        before = self.columns(residency.index).slot[rows]
         left: list[int] = before[before != NOBODY].tolist()
         self.book.commit(slots)
         self._name(residency, rows, slots)
@@ -204,12 +208,13 @@ class NvmeTier:
                 block = residency.index.hash_of[row]
                 assert block is not None, "a resident row without its hash"
                 hashes.append(block)
-                residency.leave_nvme(row)
+                residency.leave_lower(self.tier, row)
             elif row != NOBODY:
-                residency.index.nvme_slot[row] = NOBODY  # Doomed; it has not been swept yet.
+                # Doomed; it has not been swept yet.
+                self.columns(residency.index).slot[row] = NOBODY
         found = self.forget_slots(slots)
         if hashes:
-            found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.NVME, hashes))
+            found.append(ins.BlocksRemoved(residency.facts.namespace, self.tier, hashes))
         return found
 
     def lose_some(self) -> list[ins.Instruction] | None:
@@ -236,7 +241,7 @@ class NvmeTier:
                 rows[slot % count_max] = NOBODY
         gone = np.array(slots, dtype=np.uint32)
         self.book.void(gone)
-        return [ins.WriteNvmeGone(gone)]
+        return [ins.WriteLowerGone(gone, self.tier)]
 
     def clear(self, fingerprint: bytes) -> None:
         """Every block of the namespace is void."""
@@ -275,8 +280,9 @@ class NvmeTier:
         groups: Iterable[Group] | None = None,
     ) -> None:
         """These slots hold the blocks of these rows; `groups` as `by_segment` gives them."""
-        residency.index.nvme_slot[rows] = slots
-        residency.index.flags[rows] &= ~RowFlag.HOT
+        columns = self.columns(residency.index)
+        columns.slot[rows] = slots
+        columns.flags[rows] &= ~RowFlag.HOT
         count_max = self.book.row_count_max
         offsets = slots % count_max
         for segment, part in by_segment(slots, count_max) if groups is None else groups:
@@ -293,7 +299,7 @@ class NvmeTier:
         if self._book is None:
             return np.zeros(0, dtype=np.uint32)
         parts = [
-            residency.nvme_slots_by_use()
+            residency.slots_by_use(self.tier)
             for residency in self._namespaces.values()
             if residency.facts.fingerprint
         ]
@@ -308,15 +314,16 @@ class NvmeTier:
             if residency.sweep_pending:
                 continue
             rows = np.fromiter(index.row_of.rows(), np.int32, len(index.row_of))
-            rows = rows[index.nvme_slot[rows] != NOBODY]
-            slots = index.nvme_slot[rows].tolist()
+            column = self.columns(index).slot
+            rows = rows[column[rows] != NOBODY]
+            slots = column[rows].tolist()
             if len(set(slots)) != len(slots):
-                found.append("two blocks in one NVMe slot")
+                found.append(f"two blocks in one {self.tier} slot")
             if any(
                 not self._book.is_ready(slot) or self.row_at(slot) != row
                 for slot, row in zip(slots[:10_000], rows[:10_000].tolist(), strict=True)
             ):
-                found.append("a block's NVMe slot does not hold that block")
+                found.append(f"a block's {self.tier} slot does not hold that block")
         return found
 
 

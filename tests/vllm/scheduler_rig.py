@@ -287,7 +287,9 @@ class SchedulerRig:
     def _hash_of(self, request: Request, index: int) -> bytes:
         """As the daemon knows it: an adapter's blocks have hashes of their own there."""
         tracked = self.side._requests.get(request.request_id)
-        return bytes((request.block_hashes if tracked is None else tracked.hashes)[index])
+        hashes = request.block_hashes if tracked is None else tracked.hashes
+        assert index < len(hashes), "a block without a hash"  # An adapter's are made when asked.
+        return bytes(hashes[index])
 
     def _check_block(self, request: Request, index: int, device_block: int) -> None:
         wanted = content_of(self._hash_of(request, index), weights=self.weights)

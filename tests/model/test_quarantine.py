@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.core.engines import EngineTable
+from kvtier.core.events import SessionOpened
 from kvtier.types import Role, SessionId
 from tests.support.machines import machine_settings
 from tests.support.world import engine_id
@@ -129,12 +130,13 @@ class QuarantineMachine(RuleBasedStateMachine):
         session = SessionId(self.next_session)
         self.next_session += 1
         self.table.open(
-            session,
-            engine=engine_id(process.number),
-            role=process.role,
-            shards=(0,) if process.maps else (),
-            by_value=False,
-            replaces=replaces,
+            SessionOpened(
+                session,
+                engine=engine_id(process.number),
+                role=process.role,
+                shards=(0,) if process.maps else (),
+                replaces=replaces,
+            )
         )
         process.sessions.append(session)
         process.connected = True

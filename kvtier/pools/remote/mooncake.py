@@ -86,8 +86,8 @@ class MooncakeEngine:
     def __init__(self, settings: MooncakeSettings, *, store: Any = None) -> None:
         """Raises ConfigError when the library is not installed. `store`: a client of the library
         that is connected already, and stays so."""
-        # The library logs every call that fails; that is what outcomes and breakers are for.
-        os.environ.setdefault("GLOG_minloglevel", "3")
+        # The library tells standard error of everything it does.
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
@@ -147,8 +147,8 @@ class MooncakeEngine:
         self, key: RemoteKey, *, expected: bytes | None, value: bytes, timeout_seconds: float
     ) -> RemoteOutcome:
         work = partial(self._replace_record, key, expected, value)
-        [found] = await self._run([work], timeout_seconds)
-        return found
+        [outcome] = await self._run([work], timeout_seconds)
+        return RemoteOutcome(outcome)
 
     async def health(self, *, timeout_seconds: float) -> Health:
         """By a question: the library's own check calls a master healthy that is dead."""

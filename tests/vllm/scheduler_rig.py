@@ -158,7 +158,11 @@ class SchedulerRig:
         self.core = SchedulerConnector(
             self.client,
             self.spec,
-            settings=replace(self.settings, leased_blocks_max=self.device_block_count),
+            settings=replace(
+                self.settings,
+                leased_blocks_max=self.device_block_count,
+                may_offload=self.side._settings.may_offload,
+            ),
             clock=self.clock,
             control=self.control,
         )

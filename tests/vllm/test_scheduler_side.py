@@ -131,6 +131,7 @@ def test_role_allows_one_direction_alone(tiny_llama: Path, role: str, onboarded:
     rig.run()
     assert rig.core.stats().onboarded_blocks == onboarded
     assert len(rig.client.commits) - before == (0 if role == "kv_consumer" else 6)
+    assert (rig.core.stock_count == 0) == (role == "kv_consumer")  # Nor kept from others.
     rig.check_nothing_left()
 
 

@@ -56,11 +56,11 @@ class SchedulerSide:
         # More than the device blocks hold cannot be loaded at once.
         settings = options.settings
         room = min(settings.leased_blocks_max, max(1, int(kv_cache_config.num_blocks)))
-        self._settings = replace(settings, leased_blocks_max=room)
-        self._options = options
-        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         transfer = vllm_config.kv_transfer_config
         self._may_onboard, self._may_offload = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._settings = replace(settings, leased_blocks_max=room, may_offload=self._may_offload)
+        self._options = options
+        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._client: Any = None
         self._core: SchedulerConnector | None = None
         self._spec: NamespaceSpec | None = None

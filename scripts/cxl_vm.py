@@ -81,7 +81,10 @@ MODES = {
         # The NVDIMM's room may be one namespace already, which is then made over.
         setup=(f"{MAKE_DEVDAX} -e namespace0.0 > /dev/null || {MAKE_DEVDAX} > /dev/null",),
         environment={"KVTIER_CXL_NODE": "1", "KVTIER_CXL_DAX": DAX},
-        tests=("tests/cxl/test_node.py", "tests/cxl/test_pools.py", "tests/cxl/test_device.py"),
+        tests=(
+            *("tests/cxl/test_node.py", "tests/cxl/test_pools.py", "tests/cxl/test_daemon.py"),
+            "tests/cxl/test_device.py",
+        ),
     ),
     "cxl": Mode(
         images={"cxl.img": 256 * MIB, "labels.img": MIB},
@@ -113,7 +116,7 @@ MODES = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("modes", nargs="*", metavar="MODE", help="numa, cxl; both when left out")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds for each machine")
+    parser.add_argument("--timeout", type=int, default=290, help="seconds for each machine")
     parser.add_argument("--required", action="store_true", help="fail where it cannot be had")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.modes) - set(MODES):

@@ -24,6 +24,7 @@ from benchmarks.gpu import (  # noqa: E402
     attention,
     copy_sweep,
     end_to_end,
+    engine,
     interference,
     kill_copy,
     registration_costs,
@@ -55,6 +56,7 @@ STAGES = {
     Stage("attention", 40): attention.measure,
     Stage("interference", 90): interference.measure,
     Stage("end-to-end", 50): end_to_end.measure,
+    Stage("engine", 60): engine.measure,
     Stage("kill", 45): kill_copy.measure,
 }
 

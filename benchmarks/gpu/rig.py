@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.cuda.copy_submit import KernelCopies
 from kvtier.cuda.cudart import open_cudart
@@ -55,6 +55,8 @@ class Rig:
     deadline: float = float("inf")
     device: int = 0
     stand_in: bool = False
+    # Where the reference engine computes: what `kvtier.engine.device.open_device` opens, or this.
+    make_engine_device: Callable[[Any, Any], Any] | None = None
     _work: Work | None = field(default=None)
 
     @property

@@ -55,7 +55,7 @@ class Offloader:
         self, request: Request, hashes: Sequence[bytes], device_blocks: Sequence[int]
     ) -> None:
         """See SchedulerConnector.on_blocks_full. Costs the new blocks only."""
-        if not request.may_offload:
+        if not (request.may_offload and self._desk.settings.may_offload):
             return
         count = min(len(hashes), len(device_blocks))
         known_count = len(request.chain)
@@ -98,7 +98,7 @@ class Offloader:
         """Notice a new session, and keep the stock filled; costs nothing when there is no need."""
         self.lingering.end_lost()
         self._note_session()
-        if self._desk.session() is not None:
+        if self._desk.settings.may_offload and self._desk.session() is not None:
             self._supply.refill()
 
     def tend_lingering(self) -> None:

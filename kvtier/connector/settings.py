@@ -49,6 +49,8 @@ class ConnectorSettings:
     failed_hashes_max: int = 1024
     # Hashes remembered as resident, so that requests sharing a prefix offload it once; ~100 B each.
     resident_hashes_max: int = 65_536
+    # Whether the engine offloads at all; else no slots are kept from others for it.
+    may_offload: bool = True
     # Slots reserved ahead, and the most that a shortage may raise it to.
     stock_blocks: int = 256
     stock_blocks_max: int = 2048

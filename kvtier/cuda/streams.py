@@ -107,6 +107,7 @@ class CopyStreams:
         self._loads = _Lane(runtime.create_stream(highest))
         self._stores = _Lane(runtime.create_stream(lowest))
         self._changed = threading.RLock()
+        self._is_followed = False  # The engine's thread waits for the lock.
         self._events: deque[Event] = deque()  # Free ones; as many as were ever in use at once.
         self._ended: list[CopyTicket] = []
         self._broken: CudaBroken | None = None
@@ -143,12 +144,16 @@ class CopyStreams:
 
     def follow(self, compute: Stream, ticket: CopyTicket) -> None:
         """What the engine queues from now on comes after the copy, which is submitted at once."""
-        with self._changed:
-            lane = self._lane(ticket)
-            while not ticket.is_queued:
-                self._submit_next(lane)
-            if ticket._end is not None:
-                self._runtime.wait_event(compute, ticket._end)
+        self._is_followed = True
+        try:
+            with self._changed:
+                lane = self._lane(ticket)
+                while not ticket.is_queued:
+                    self._submit_next(lane)
+                if ticket._end is not None:
+                    self._runtime.wait_event(compute, ticket._end)
+        finally:
+            self._is_followed = False
 
     def withdraw(self, ticket: CopyTicket) -> None:
         """Submit no more of it; `follow` or `poll` tells when what was submitted has ended."""
@@ -186,8 +191,8 @@ class CopyStreams:
         with self._changed:
             for lane in (self._loads, self._stores):
                 self._reap(lane)
-        while self._pump_one():
-            pass  # Between two pieces whoever follows a load gets in.
+        while not self._is_followed and self._pump_one():
+            pass
 
     def poll(self) -> list[CopyTicket]:
         """The copies that have ended since the last poll, failed ones among them."""
@@ -225,7 +230,8 @@ class CopyStreams:
     # -------------------------------------------------------------------------------- submitting
 
     def _pump_one(self) -> bool:
-        """Submit the next piece, if there is one that may be in flight."""
+        """Submit the next piece, if there is one that may be in flight. Whoever follows a copy gets
+        in between two: locks are not fair, and an engine computes nothing until it has."""
         with self._changed:
             lane = self._loads if self._loads.waiting else self._stores
             if not lane.waiting or lane.in_flight_bytes >= self._in_flight_bytes_max:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.connector_api import EngineConnector
-from kvtier.engine.device import open_device
+from kvtier.engine.device import EngineDevice, open_device
 from kvtier.engine.engine import Engine
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
@@ -52,17 +52,19 @@ def connected_engine(
     *,
     salt: str = "",
     settings: ConnectorSettings | None = None,
+    device: EngineDevice | None = None,
 ) -> Iterator[ConnectedEngine]:
     """An engine that offloads to and onboards from the client's daemon, whenever there is one.
 
-    Raises CudaUnavailable for a device that is not to be had.
+    `device`: where it computes, if not on what `config.device` names. Raises CudaUnavailable for
+    one that is not to be had.
     """
     from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnector
 
     # This scheduler keeps a preempted request's blocks until copies let them go.
     settings = replace(settings or ConnectorSettings(), holds_preempted_blocks=True)
     spec = namespace_spec(model, config, salt=salt)
-    device = open_device(model, config)
+    device = device or open_device(model, config)
     scheduler = SchedulerConnector(client, spec, settings=settings)
     worker = WorkerConnector(client, spec, device.make_blocks(settings), settings=settings)
     engine = Engine(model, config, EngineConnector(scheduler, worker), device=device)

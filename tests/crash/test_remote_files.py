@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvtier.clock import SystemClock
+from kvtier.pools.remote.breaker import BreakerState
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome
 from kvtier.pools.remote.files import (
     MARK_NAME,
@@ -26,8 +28,10 @@ from kvtier.pools.remote.files import (
     prepare_root,
 )
 from kvtier.pools.remote.files_owner import FilesOwner, OwnerSettings
+from kvtier.pools.remote.frame import FrameFault
 from tests.support.clock import ManualClock
 from tests.support.processes import eventually
+from tests.support.remote_rig import RemoteRig
 
 SECONDS = 10.0
 DONE, ABSENT = RemoteOutcome.DONE, RemoteOutcome.ABSENT
@@ -310,3 +314,109 @@ def test_two_processes_that_write_the_same_and_are_killed_leave_whole_values_onl
         for writer in writers:
             writer.kill()
             writer.wait(10)
+
+
+def rig_play(root: Path, work: Callable[[RemoteRig], Any], **more: Any) -> None:
+    async def main() -> None:
+        settings = FilesSettings(root, 1 << 30, thread_count=4)
+        rig = RemoteRig(FilesEngine(settings, unique="me"), **more)
+        try:
+            await work(rig)
+        finally:
+            await rig.close()
+
+    asyncio.run(main())
+
+
+def path_of(root: Path, rig: RemoteRig, number: int) -> Path:
+    name = rig.key_of(number).rpartition("/")[2]
+    [path] = root.glob(f"values/**/{name}")
+    return path
+
+
+def test_a_file_that_is_another_block_or_torn_is_a_miss(root: Path) -> None:
+    async def work(rig: RemoteRig) -> None:
+        assert await rig.put(range(4)) == [DONE] * 4
+        paths = [path_of(root, rig, number) for number in range(4)]
+        shutil.copyfile(paths[1], paths[0])
+        os.truncate(paths[2], 60_000)
+        with open(paths[3], "r+b") as file:  # noqa: ASYNC230  # A test may wait.
+            file.seek(9_000)
+            file.write(b"other")
+        endings = await rig.get(range(4))
+        assert endings == [FrameFault.HASH, DONE, FrameFault.LENGTH, FrameFault.TORN]
+
+    rig_play(root, work)
+
+
+def test_a_call_that_hangs_in_the_kernel_costs_its_deadline_and_one_thread(root: Path) -> None:
+    """A named pipe without a writer hangs whoever opens it, as a dead file server does."""
+
+    async def work(rig: RemoteRig) -> None:
+        assert await rig.put([1, 2]) == [DONE, DONE]
+        path = path_of(root, rig, 1)
+        aside = path.with_name("aside")
+        os.rename(path, aside)
+        os.mkfifo(path)
+        for _ in range(3):
+            began = time.monotonic()
+            assert await rig.get([1], timeout_seconds=0.1) == [RemoteOutcome.TIMED_OUT]
+            assert time.monotonic() - began < 1.0
+        assert rig.breaking.reading_state is BreakerState.OPEN
+        await asyncio.sleep(0.25)
+        assert await rig.get([2]) == [DONE], "the fourth thread serves"
+        assert rig.breaking.reading_state is BreakerState.CLOSED
+        with open(path, "wb"):  # noqa: ASYNC230  # The pipe is read to its end: three come back.
+            pass
+        os.rename(aside, path)
+        assert await rig.get([1, 2]) == [DONE, DONE]
+
+    rig_play(root, work)
+
+
+def test_when_all_threads_hang_nobody_waits_beyond_the_deadline_nor_at_the_end(root: Path) -> None:
+    program = HANGING.format(root=str(root))
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    assert time.monotonic() - began < 20.0
+
+
+HANGING = """
+import os, asyncio, time
+from pathlib import Path
+from tests.crash.test_remote_files import *
+
+async def work(rig):
+    assert await rig.put(range(6)) == [DONE] * 6
+    for number in range(6):
+        path = path_of(Path({root!r}), rig, number)
+        path.unlink()
+        os.mkfifo(path)
+    began = time.monotonic()
+    endings = await rig.get(range(6), timeout_seconds=0.2)
+    assert set(endings) == {{RemoteOutcome.TIMED_OUT}}, endings
+    assert time.monotonic() - began < 2.0
+
+rig_play(Path({root!r}), work)
+"""
+
+
+def test_a_share_that_goes_away_opens_the_breaker_and_closes_it_when_it_is_back(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    aside = root.with_name("aside")
+
+    async def work(rig: RemoteRig) -> None:
+        assert await rig.put([1]) == [DONE]
+        os.rename(root, aside)
+        endings = [(await rig.get([1]))[0] for _ in range(5)]
+        assert endings == [RemoteOutcome.UNREACHABLE] * 3 + [RemoteOutcome.OFF] * 2
+        os.rename(aside, root)
+        await asyncio.sleep(0.25)
+        assert await rig.get([1]) == [DONE]
+
+    with caplog.at_level("INFO"):
+        rig_play(root, work)
+    states = [record.__dict__["after"] for record in caplog.records if "breaker" in record.message]
+    assert states == ["open", "half_open", "closed"], "one line a change"

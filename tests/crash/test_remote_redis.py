@@ -24,12 +24,11 @@ from kvtier.pools.remote.redis import RedisEngine, RedisSettings, RedisTls
 from tests.support.forms import rounds, state_finding
 from tests.support.redis_server import RedisServer, needs_redis, redis_cluster, redis_server
 from tests.support.remote_rig import FINGERPRINT, RemoteRig
+from tests.support.remote_traffic import SLACK_SECONDS, Traffic
 
 pytestmark = [needs_redis, pytest.mark.slow]
 
 DONE, ABSENT = RemoteOutcome.DONE, RemoteOutcome.ABSENT
-# How much longer than its deadline a call may take on a busy machine.
-SLACK_SECONDS = 0.5
 
 
 def settings_of(server: RedisServer, **more: Any) -> RedisSettings:
@@ -111,41 +110,6 @@ def test_tls_needs_the_right_authority_and_our_certificate(tmp_path: Path) -> No
         play(settings_of(server, tls=tls("other")), wrong)
         play(settings_of(server, tls=tls("ca", known=False)), wrong)
         play(settings_of(server), wrong)
-
-
-class Traffic:
-    """Puts and gets, each with a deadline; counts how they end and how long they take."""
-
-    def __init__(self, rig: RemoteRig, seed: int, deadline_seconds: float = 0.5) -> None:
-        self._rig = rig
-        self._chance = random.Random(seed)
-        self._deadline_seconds = deadline_seconds
-        self.endings: Counter[str] = Counter()
-        self.longest_seconds = 0.0
-
-    async def step(self) -> None:
-        numbers = self._chance.sample(range(40), 4)
-        began = time.monotonic()
-        call = self._rig.put if self._chance.random() < 0.4 else self._rig.get
-        endings = await call(numbers, timeout_seconds=self._deadline_seconds)
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
-        self.endings.update(ending.value for ending in endings)
-
-    async def run(self, seconds: float) -> Counter[str]:
-        """What it was for so long."""
-        before, until = Counter(self.endings), time.monotonic() + seconds
-        while time.monotonic() < until:
-            await self.step()
-        return self.endings - before
-
-    async def run_until(self, ending: RemoteOutcome, seconds: float = 10.0) -> None:
-        before, until = self.endings[ending.value], time.monotonic() + seconds
-        while self.endings[ending.value] == before:
-            assert time.monotonic() < until, f"no call ended {ending}: {self.endings}"
-            await self.step()
-
-    def check(self) -> None:
-        assert self.longest_seconds < self._deadline_seconds + SLACK_SECONDS
 
 
 @pytest.mark.full_form

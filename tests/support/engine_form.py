@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtier.engine.config import EngineConfig
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 class HostForm:
     """As engines are by themselves."""
 
+    def config_of(self, config: EngineConfig) -> EngineConfig:
+        return config
+
     def make_device(self, model: LlamaModel, config: EngineConfig) -> EngineDevice:
         return HostDevice(model, config)
 
@@ -26,12 +30,17 @@ class HostForm:
 
 
 class FakeGpuForm:
-    """`seed`: of the order in which things happen; None: of a machine that is always the same."""
+    """`seed`: of the order in which things happen; None: of a machine that is always the same.
+    `by_layer`: engines that load compute beside their loads."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, by_layer: bool = False) -> None:
         self.seed = seed
+        self.by_layer = by_layer
         self.devices: list[FakeGpu] = []
         self.workers: list[DeviceMemoryWorker] = []
+
+    def config_of(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, device="cuda", layerwise_loading=self.by_layer)
 
     def make_device(self, model: LlamaModel, config: EngineConfig) -> EngineDevice:
         self.devices.append(FakeGpu(model, config, seed=self.seed))

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.cuda.fake import FakeCudart
 from kvtier.cuda.runtime import Ranges, Stream
 from kvtier.engine.attention import AttentionPlan
@@ -22,6 +22,9 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.gpu_device import GpuDevice
 from kvtier.engine.kv_cache import block_bytes
 from kvtier.engine.model import LlamaModel
+
+if TYPE_CHECKING:
+    from kvtier.connector.stream_copying import DeviceBlocks
 
 Part = Callable[[], None]
 

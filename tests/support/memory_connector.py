@@ -228,6 +228,7 @@ class MemoryWorker:
 def connected_engine(model: LlamaModel, config: EngineConfig, blocks: MemoryBlocks) -> Engine:
     """An engine over `blocks`; several of them share what is resident."""
     form, spec = current_form(), namespace_spec(model, config)
+    config = form.config_of(config)
     scheduler, device = MemoryScheduler(blocks, spec), form.make_device(model, config)
     worker: WorkerSide
     if isinstance(form, FakeGpuForm):

@@ -30,6 +30,7 @@ def tiny_model(seed: int = 0) -> LlamaModel:
 def tiny_engine(**options: object) -> Engine:
     """An engine of blocks of 4 tokens."""
     config = EngineConfig(**{"block_tokens": 4, "device_block_count": 64, **options})  # type: ignore[arg-type]
+    config = current_form().config_of(config)
     device = current_form().make_device(tiny_model(), config)
     return Engine(tiny_model(), config, device=device, pause=lambda _: None)
 

@@ -158,7 +158,11 @@ class SchedulerRig:
         self.core = SchedulerConnector(
             self.client,
             self.spec,
-            settings=replace(self.settings, leased_blocks_max=self.device_block_count),
+            settings=replace(
+                self.settings,
+                leased_blocks_max=self.device_block_count,
+                may_offload=self.side._settings.may_offload,
+            ),
             clock=self.clock,
             control=self.control,
         )
@@ -287,7 +291,9 @@ class SchedulerRig:
     def _hash_of(self, request: Request, index: int) -> bytes:
         """As the daemon knows it: an adapter's blocks have hashes of their own there."""
         tracked = self.side._requests.get(request.request_id)
-        return bytes((request.block_hashes if tracked is None else tracked.hashes)[index])
+        hashes = request.block_hashes if tracked is None else tracked.hashes
+        assert index < len(hashes), "a block without a hash"  # An adapter's are made when asked.
+        return bytes(hashes[index])
 
     def _check_block(self, request: Request, index: int, device_block: int) -> None:
         wanted = content_of(self._hash_of(request, index), weights=self.weights)

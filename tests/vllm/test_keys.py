@@ -10,6 +10,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
+from kvtier.connector.heads import Head
+from kvtier.connector.vllm.adapters import AdapterHashes
 from tests.support.daemon import RunningDaemon
 from tests.vllm.adapters import RANK, adapter_of, write_adapter
 from tests.vllm.engines import generated, greedy, transfer_config, vllm_engine
@@ -118,6 +120,32 @@ def test_adapter_whose_files_change_while_it_is_loaded_goes_without_kvtier(
     rig.add("new", prompt_of(100, seed=1), tokens=1, facts=numbered(loaded, 3))
     rig.run()
     assert len(rig.client.commits) == before + 6
+
+
+class SlowHashes(list[bytes]):
+    """vLLM's own list; `meanwhile` happens while somebody reads what is new in it."""
+
+    meanwhile: Any = None
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        happening, self.meanwhile = self.meanwhile, None
+        if happening is not None:
+            happening()
+        return found
+
+
+def test_thread_that_reads_an_adapters_hashes_moves_none_of_them() -> None:
+    """vLLM's list grows while the planning's other thread asks the daemon about its beginning."""
+    known = SlowHashes(bytes([n]) * 32 for n in range(4))
+    hashes = AdapterHashes(known, b"\x80" * 32)
+    asked = Head(hashes, len(hashes))
+    known += [bytes([n]) * 32 for n in range(4, 8)]
+    known.meanwhile = lambda: list(asked)
+    wanted = [bytes([n ^ 0x80]) * 32 for n in range(8)]
+    assert len(hashes) == 8
+    assert list(hashes) == wanted
+    assert list(asked) == wanted[:4]
 
 
 def numbered(facts: dict[str, Any], number: int) -> dict[str, Any]:

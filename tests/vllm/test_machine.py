@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from tests.support.forms import rounds
 from tests.vllm.scheduler_rig import SchedulerRig, prompt_of, transfer_config, with_settings
@@ -114,9 +113,11 @@ class Story:
         self.rig.client.expire()
 
     def reset(self) -> None:
-        """New weights: vLLM refuses it while loads are under way."""
-        requests = self.rig.scheduler.requests.values()
-        if any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in requests):
+        """New weights: vLLM refuses it while loads are under way, or wait for room once loaded."""
+        scheduler = self.rig.scheduler
+        requests = scheduler.requests.values()
+        waiting = [r for r in requests if r not in scheduler.running]
+        if any(any(scheduler.kv_cache_manager.get_block_ids(r.request_id)) for r in waiting):
             return
         # Aborted while they were loaded: their blocks come back when that has ended.
         if any(r.is_finished() for r in requests):

@@ -47,6 +47,8 @@ def test_limits_can_be_set() -> None:
         ({"kvtier.stock_blocks": 0.5}, "must be of type int"),
         ({"kvtier.stock_blocks": True}, "must be of type int"),
         ({"kvtier.stock_blocks": 0}, "must be at least 1"),
+        ({"kvtier.onboard_wait_seconds": float("nan")}, "must be a finite number"),
+        ({"kvtier.turn_wait_seconds": float("inf")}, "must be a finite number"),
     ],
 )
 def test_mistakes_are_named(extra: dict[str, Any], words: str) -> None:

@@ -105,6 +105,18 @@ def test_request_says_what_may_be_done_for_it(
     rig.check_nothing_left()
 
 
+@pytest.mark.parametrize("params", ["yes", ["kvtier"], 1])
+def test_params_of_another_form_than_ours_do_no_harm(tiny_llama: Path, params: object) -> None:
+    """A server's user may write anything there."""
+    rig = SchedulerRig(tiny_llama)
+    request = rig.add("a", prompt_of(100), tokens=1, kvtier=False)
+    request.kv_transfer_params = params
+    rig.side.on_new_request(request)
+    rig.run()
+    assert rig.core.stats().committed_blocks == 6
+    rig.check_nothing_left()
+
+
 @pytest.mark.parametrize(("role", "onboarded"), [("kv_consumer", 6), ("kv_producer", 0)])
 def test_role_allows_one_direction_alone(tiny_llama: Path, role: str, onboarded: int) -> None:
     from tests.vllm.scheduler_rig import transfer_config
@@ -119,6 +131,7 @@ def test_role_allows_one_direction_alone(tiny_llama: Path, role: str, onboarded:
     rig.run()
     assert rig.core.stats().onboarded_blocks == onboarded
     assert len(rig.client.commits) - before == (0 if role == "kv_consumer" else 6)
+    assert (rig.core.stock_count == 0) == (role == "kv_consumer")  # Nor kept from others.
     rig.check_nothing_left()
 
 

@@ -22,7 +22,12 @@ _FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_config.json
 
 
 class AdapterHashes(Sequence[bytes]):
-    """A request's block hashes as kvtier knows them; grows with vLLM's."""
+    """A request's block hashes as kvtier knows them; grows with vLLM's.
+
+    It grows in the scheduler's thread alone, which asks for its length. Other threads read no
+    further than the length was that they were told: were they to extend it at the same moment,
+    every later hash would stand for another block.
+    """
 
     def __init__(self, hashes: Sequence[bytes], mark: bytes) -> None:
         self._hashes = hashes
@@ -34,7 +39,6 @@ class AdapterHashes(Sequence[bytes]):
         return len(self._marked)
 
     def __getitem__(self, index: Any) -> Any:
-        self._catch_up()
         return self._marked[index]
 
     def _catch_up(self) -> None:

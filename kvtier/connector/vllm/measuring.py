@@ -73,6 +73,8 @@ class Meter:
 
     def take(self, stats: ConnectorStats) -> KVTierStats | None:
         """The increase since the last call; None when there is none."""
+        # Of a request that had been told before, with another answer: not the next one's reason.
+        self._deadline_count = stats.deadline_missed_requests
         for key, count in _counts(stats):
             increase = count - self._told.get(key, 0)
             if increase:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ PREFIX = "kvtier."
 # unknown costs the whole session. A request's own wait is `onboard_wait_seconds`.
 CLIENT_SETTINGS = ClientSettings(timeout_seconds=0.5)
 # Set by the adapter itself: they say what vLLM does, not what a user wants.
-_NOT_OPTIONS = ("worker_count", "holds_preempted_blocks", "lingering_blocks_max")
+_NOT_OPTIONS = ("worker_count", "holds_preempted_blocks", "lingering_blocks_max", "may_offload")
 _SETTINGS = tuple(f.name for f in fields(ConnectorSettings) if f.name not in _NOT_OPTIONS)
 _TEXTS = ("socket", "weights", "tenant", "salt")
 
@@ -74,6 +75,8 @@ def _text(name: str, value: Any) -> str:
 def _number(name: str, value: Any) -> Any:
     wanted = type(getattr(ConnectorSettings(), name))
     if wanted is float and type(value) in (int, float):
+        if not isfinite(value):  # JSON as Python reads it has both; nothing would end such a wait.
+            raise ConfigError(f"{PREFIX}{name} is {value!r}: it must be a finite number")
         return float(value)
     if type(value) is wanted:
         return value

@@ -33,8 +33,11 @@ class ReuseWatch:
         self._allocated.update(device_blocks)
 
     def park(self, request_id: str, device_blocks: Sequence[int]) -> None:
-        """The request has ended, and more of these blocks are to be offloaded."""
-        self._parked[request_id] = device_blocks
+        """The request has ended, and more of these blocks are to be offloaded.
+
+        Another one of the same id may end before all is told of the first.
+        """
+        self._parked[request_id] = (*self._parked.get(request_id, ()), *device_blocks)
 
     def unpark(self, request_id: str) -> None:
         self._parked.pop(request_id, None)

@@ -56,17 +56,22 @@ class SchedulerSide:
         # More than the device blocks hold cannot be loaded at once.
         settings = options.settings
         room = min(settings.leased_blocks_max, max(1, int(kv_cache_config.num_blocks)))
-        self._settings = replace(settings, leased_blocks_max=room)
-        self._options = options
-        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         transfer = vllm_config.kv_transfer_config
         self._may_onboard, self._may_offload = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._settings = replace(settings, leased_blocks_max=room, may_offload=self._may_offload)
+        self._options = options
+        self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._client: Any = None
         self._core: SchedulerConnector | None = None
         self._spec: NamespaceSpec | None = None
         self._is_seed_checked = False
         self._requests: dict[str, Tracked] = {}
         self._reuse = ReuseWatch()
+        # The request that vLLM asked about last, and how many blocks it had itself.
+        self._asked: tuple[str, int] = "", 0
+        # Of requests that got blocks since the last step, none of them for a load of ours: the
+        # first new one, and their tables.
+        self._allotted: dict[str, tuple[int, Any]] = {}
         self._meter = Meter()
         self._adapters = AdapterMarks()
         # Loads vLLM waits for, with their blocks: until a worker has reported them as received.
@@ -136,6 +141,7 @@ class SchedulerSide:
 
     def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own; always loaded between steps, never within one."""
+        self._asked = request.request_id, local_tokens // self._block_tokens
         core, tracked = self._core, self._requests.get(request.request_id)
         if core is None or tracked is None or not tracked.may_onboard:
             return 0, False
@@ -154,7 +160,12 @@ class SchedulerSide:
 
     def on_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         core, tracked = self._core, self._requests.get(request.request_id)
-        if core is None or tracked is None:
+        asked, self._asked = self._asked, ("", 0)
+        if core is None:
+            return
+        if external_tokens <= 0 and asked[0] == request.request_id:
+            self._allotted[request.request_id] = asked[1], blocks
+        if tracked is None:
             return
         if external_tokens <= 0:
             core.on_allocated(request.request_id, (), 0)
@@ -195,7 +206,9 @@ class SchedulerSide:
         if tracked.has_run:
             self._note_full(core, tracked, device_blocks)
         if core.request_finished(request.request_id):
-            self._reuse.park(request.request_id, device_blocks or tracked.device_blocks)
+            # The last block is seldom full: nobody reads it, and vLLM gives it away first.
+            read_blocks = (device_blocks or tracked.device_blocks)[: tracked.full_count]
+            self._reuse.park(request.request_id, read_blocks)
 
     # ------------------------------------------------------------------------------- steps
 
@@ -290,7 +303,8 @@ class SchedulerSide:
         if getattr(request, "resumable", False):
             return False, False  # Its tokens may be taken back when its input goes on.
         may_onboard, may_offload = self._may_onboard, self._may_offload
-        wish = (request.kv_transfer_params or {}).get("kvtier")
+        params = request.kv_transfer_params  # Whatever a user wrote.
+        wish = params.get("kvtier") if isinstance(params, dict) else None
         if wish is False:
             return False, False
         if isinstance(wish, dict):
@@ -332,10 +346,16 @@ class SchedulerSide:
             self._reuse.note_allocated(added[0])
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.device_blocks += added[0]
+        for first, blocks in self._allotted.values():  # Another connector loads them meanwhile.
+            self._reuse.note_allocated(int(block.block_id) for block in blocks.blocks[0][first:])
+        self._allotted.clear()
 
     def _set_table(self, request_id: str, device_blocks: list[int], computed_tokens: int) -> None:
-        # Those before hold KV already, computed for others or loaded.
-        self._reuse.note_allocated(device_blocks[-(-computed_tokens // self._block_tokens) :])
+        # Those before hold KV already, computed for others or loaded by us; what another connector
+        # loads within this step counts as computed as well.
+        first = -(-computed_tokens // self._block_tokens)
+        own_count, _ = self._allotted.pop(request_id, (first, None))
+        self._reuse.note_allocated(device_blocks[min(first, own_count) :])
         if (tracked := self._requests.get(request_id)) is not None:
             tracked.device_blocks = list(device_blocks)
             tracked.full_count = 0

@@ -24,6 +24,17 @@ def test_blocks_become_resident_in_chain_order_with_their_bytes() -> None:
     rig.check_nothing_held()
 
 
+def test_engine_that_does_not_offload_reserves_nothing() -> None:
+    rig = Rig(settings=ConnectorSettings(stock_blocks=16, may_offload=False))
+    begin(rig, "a", numbered_chain(5))
+    for _ in range(3):
+        rig.step()
+    assert rig.client.calls["reserve"] == 0
+    assert committed(rig) == []
+    assert rig.scheduler.request_finished("a") is False
+    rig.check_nothing_held()
+
+
 def test_only_blocks_behind_the_resident_prefix_are_copied() -> None:
     rig = Rig()
     chain = numbered_chain(5)

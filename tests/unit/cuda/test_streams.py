@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kvtier.cuda.copy_paths import CopyPath, PathLimits
+from kvtier.cuda.copy_plan import Piece
 from kvtier.cuda.device_layout import DeviceTensor, layout_of
 from kvtier.cuda.errors import CudaBroken, CudaCode, CudaRefused
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_copies import ProcessDied
 from kvtier.cuda.race_checker import DataRace
+from kvtier.cuda.runtime import Stream
 from kvtier.cuda.streams import CopyStreams, CopyTicket, Withdrawn
 from kvtier.errors import StaleSlot
 from tests.support.copy_rig import CopyRig
@@ -245,6 +248,33 @@ def test_first_layers_of_all_loads_come_before_the_last_ones_of_any() -> None:
     expected = [ticket for pair in zip(first, second, strict=True) for ticket in pair]
     starts = [int(t.layout.addresses[0] + t.layout.steps[0] * t.device_blocks[0]) for t in expected]
     assert targets == starts
+    rig.close()
+
+
+def test_submitting_gives_way_to_an_engine_that_follows_a_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = rig_of("cross-layer tensor")
+    loads = [rig.onboard([block], [block]) for block in range(4)]
+    submit = rig.streams._submitter.submit
+    follower = threading.Thread(target=lambda: rig.streams.follow(rig.compute, loads[1]))
+    submitters: list[threading.Thread] = []
+
+    def note(piece: Piece, stream: Stream) -> None:
+        submit(piece, stream)
+        submitters.append(threading.current_thread())
+        if len(submitters) == 1:
+            follower.start()
+            while not rig.streams._is_followed:
+                pass
+
+    monkeypatch.setattr(rig.streams._submitter, "submit", note)
+    rig.streams.pump()
+    follower.join()
+    assert submitters[0] is threading.current_thread()
+    assert set(submitters[1:]) == {follower}
+    assert [load.is_queued for load in loads] == [True, True, False, False]
+    assert len(rig.run()) == 4
     rig.close()
 
 

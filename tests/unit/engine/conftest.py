@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import kvtier.engine  # noqa: F401 - before torch, see there
 
@@ -24,13 +24,24 @@ def warm_torch() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["in host memory", "on a fake GPU", "on a fake GPU of chance"])
+FORMS: dict[str, Callable[[], HostForm | FakeGpuForm]] = {
+    "in host memory": HostForm,
+    "on a fake GPU": FakeGpuForm,
+    "on a fake GPU of chance": lambda: FakeGpuForm(seed=1),
+}
+LAYERWISE = "on a fake GPU, by layer"
+
+
+@pytest.fixture(params=FORMS)
 def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
     """The test runs with its engines in each of these places."""
-    forms: dict[str, HostForm | FakeGpuForm] = {
-        "in host memory": HostForm(),
-        "on a fake GPU": FakeGpuForm(),
-        "on a fake GPU of chance": FakeGpuForm(seed=1),
-    }
-    with engine_form(forms[request.param]):
+    with engine_form(FORMS[request.param]()):
+        yield
+
+
+@pytest.fixture(params=[*FORMS, LAYERWISE])
+def every_load(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As `everywhere`, and with an engine that computes beside its loads."""
+    make = FORMS.get(request.param, lambda: FakeGpuForm(seed=2, by_layer=True))
+    with engine_form(make()):
         yield

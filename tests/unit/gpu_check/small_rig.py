@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from benchmarks.gpu.rig import Rig
 from kvtier.cuda.fake import FakeCudart
@@ -34,6 +35,12 @@ class FakeWork:
         self._cuda.compute(stream, token_count * PREFILL_SECONDS_A_TOKEN, name="prefill")
 
 
+def _fake_gpu(cuda: FakeCudart, model: Any, config: Any) -> Any:
+    from tests.support.fake_gpu import FakeGpu  # Torch, which one stage of many needs.
+
+    return FakeGpu(model, config, cuda=cuda)
+
+
 def rig_of(cuda: FakeCudart, *, with_kernels: bool = True, seconds: float = float("inf")) -> Rig:
     return Rig(
         cuda,
@@ -44,4 +51,5 @@ def rig_of(cuda: FakeCudart, *, with_kernels: bool = True, seconds: float = floa
         rest=cuda.advance,
         deadline=seconds,
         stand_in=True,
+        make_engine_device=lambda model, config: _fake_gpu(cuda, model, config),
     )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu import attention, end_to_end, interference
+from benchmarks.gpu import attention, end_to_end, engine, interference
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.kv import Shape
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_costs import FakeCosts
 from kvtier.cuda.fake_memory import FakeMemory
 from kvtier.cuda.runtime import Stream
+from tests.support.fake_client import FakeClient, FakeLease
 from tests.unit.gpu_check.small_rig import DECODE_SECONDS, rig_of
 
 pytestmark = pytest.mark.slow
@@ -136,3 +138,78 @@ def test_an_onboard_slower_than_prefill_misses_its_target() -> None:
     end_to_end.measure(rig_of(cuda), findings, end_to_end.Sizes(SMALL, rest_tokens=1))
     assert not findings.wrong
     assert [text.partition(":")[0] for text in findings.missed] == ["onboard of 48 tokens"]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The model is tiny."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+ENGINE = engine.Sizes(
+    model={
+        "layer_count": 3,
+        "hidden_size": 16,
+        "ffn_size": 16,
+        "head_count": 2,
+        "kv_head_count": 1,
+        "head_size": 8,
+        "vocab_size": 50,
+        "context_tokens_max": 256,
+    },
+    block_tokens=8,
+    prompt_tokens=64,
+    rest_tokens=5,
+    decode_requests=3,
+    decode_prompt_tokens=12,
+    decode_steps=6,
+)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_engine_onboards_what_it_has_computed_and_decodes_beside_offloads() -> None:
+    cuda, findings = FakeCudart(), Findings()
+    engine.measure(rig_of(cuda), findings, ENGINE)
+    assert not findings.wrong
+    assert [row["load"] for row in findings.figures["first_token"]] == ["whole", "layer by layer"]
+    whole, by_layer = (row["onboarded_seconds"] for row in findings.figures["first_token"])
+    assert by_layer < whole
+    alone, beside = (
+        [row[f"{name}_p50_seconds"] for row in findings.figures["decode"]]
+        for name in ("alone", "beside")
+    )
+    assert all(seconds > 0 for seconds in [*alone, *beside])
+    assert findings.figures["decode"][0]["offloaded_gigabytes_per_second"] > 0
+    cuda.assert_clean()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_blocks_that_come_back_otherwise_fail_the_engine_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = FakeClient.release
+
+    def spoil(self: FakeClient, leases: Sequence[FakeLease]) -> int:
+        for lease in leases:
+            self.memory[0][lease.slots] ^= 1
+        return release(self, leases)
+
+    monkeypatch.setattr(FakeClient, "release", spoil)
+    findings = Findings()
+    engine.measure(rig_of(FakeCudart()), findings, ENGINE)
+    assert "whole: blocks on the device are those of their slots" in findings.wrong
+
+
+def test_without_what_the_connector_needs_the_engine_stage_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu.engine_rig", None)
+    findings = Findings()
+    engine.measure(rig_of(FakeCudart()), findings, ENGINE)
+    assert findings.figures["engine"].startswith("not run: ")
+    assert not findings.wrong

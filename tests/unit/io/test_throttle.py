@@ -131,7 +131,7 @@ def test_the_wall_clock_agrees(speed: EmulatedSpeed) -> None:
         return clock.now() - began
 
     tries = []
-    while len(tries) < 8 and min(tries, default=math.inf) > asked * 1.1:
+    while len(tries) < 20 and min(tries, default=math.inf) > asked * 1.1:
         tries.append(measured_seconds())
     assert min(tries) >= asked * 0.99
     assert min(tries) <= asked * 1.1

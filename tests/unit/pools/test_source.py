@@ -107,8 +107,9 @@ def test_a_node_without_memory_or_not_online_is_a_mistake_in_the_configuration(
 def test_the_room_on_a_node_is_the_nodes_when_that_is_less(tmp_path: Path) -> None:
     """Past the end of a bound node the kernel kills processes instead of refusing."""
     write_nodes(tmp_path, {0: NodeTree("0-7", 16, 0.25, "10")})
-    room_bytes = MemorySource(0, tmp_path / "sys").room_bytes() or 0
-    assert 0 < room_bytes <= GIB // 4
+    room_bytes = MemorySource(0, tmp_path / "sys").room_bytes()
+    assert room_bytes is not None
+    assert room_bytes <= GIB // 4
 
 
 def test_slabs_are_spread_evenly_over_their_nodes(tmp_path: Path, monkeypatch) -> None:

@@ -1,0 +1,80 @@
+"""A real Mooncake master for tests: on free ports, ended with the test."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.redis_server import free_port
+
+
+def _binary() -> Path | None:
+    found = importlib.util.find_spec("mooncake")
+    if found is None or not found.submodule_search_locations:
+        return None
+    binary = Path(found.submodule_search_locations[0]) / "mooncake_master"
+    return binary if binary.exists() else None
+
+
+BINARY = _binary()
+needs_mooncake = pytest.mark.skipif(
+    BINARY is None, reason="no wheel of mooncake-transfer-engine is installed"
+)
+
+
+class MooncakeMaster:
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [str(BINARY), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
+        command += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
+        with open(self._folder / "log", "ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 20.0
+        while True:
+            assert self._process.poll() is None, (self._folder / "log").read_text()
+            assert time.monotonic() < deadline, "the master does not listen"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self.resume()
+        self._process.kill()
+        self._process.wait(10)
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def mooncake_master(folder: Path) -> Iterator[MooncakeMaster]:
+    master = MooncakeMaster(folder)
+    try:
+        yield master
+    finally:
+        master.kill()

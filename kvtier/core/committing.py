@@ -12,10 +12,11 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
 from kvtier.core.ladder import Ladder
 from kvtier.core.replica import Places, ReplicaState
-from kvtier.core.residency import CommittedSlice, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
+from kvtier.core.slices import CommittedSlice
 from kvtier.errors import BadRequest, NotReserved
 from kvtier.types import NamespaceId, SessionId, TierName
 

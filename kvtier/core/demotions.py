@@ -1,5 +1,5 @@
-"""Write-behind: blocks are copied to NVMe while they are in memory, so that evicting them writes
-nothing.
+"""Write-behind: blocks are copied to a tier below while they are in memory, so that evicting them
+writes nothing.
 
 Who goes down: blocks used twice and those of a chain that pauses (*admitted*), and all others while
 the write budget has room to spare. A chain goes head first: a block whose parent has no copy brings
@@ -61,7 +61,7 @@ class Demotions:
         self.budget = WriteBudget(bytes_per_hour=settings.write_bytes_per_hour)
         self._admitted: deque[tuple[NamespaceId, int]] = deque()
         self._spare: deque[tuple[NamespaceId, int]] = deque()
-        self._under_way: dict[int, _UnderWay] = {}  # By NVMe slot.
+        self._under_way: dict[int, _UnderWay] = {}  # By the slot below.
         self._sequence = 0
         self.under_way_bytes = 0
         self.written_bytes = 0

@@ -41,7 +41,7 @@ class NamespaceOpened:
     hash_bytes: int
     slot_bytes: int  # Distance of two slots in one shard's arena.
     shard_count: int
-    shard_bytes: int = 0  # Payload of one shard; needed where there is an NVMe tier.
+    shard_bytes: int = 0  # Payload of one shard; needed where there is a tier below memory.
     fingerprint: bytes = b""  # Likewise.
 
 

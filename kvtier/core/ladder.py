@@ -15,8 +15,9 @@ from kvtier.core import instructions as ins
 from kvtier.core.demotions import Demotions
 from kvtier.core.index import NOBODY, PrefixIndex, Rows
 from kvtier.core.lower_tier import LowerTier
-from kvtier.core.residency import Lost, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.settings import LowerSettings
+from kvtier.core.slices import Lost
 from kvtier.types import NamespaceId, TierName
 
 Mask = npt.NDArray[np.bool_]

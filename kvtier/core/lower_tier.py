@@ -123,7 +123,7 @@ class LowerTier:
         self, residency: Residency, event: ev.BlocksRecovered, rows: Rows, start: int, valid: Mask
     ) -> Mask:
         """Give rows to the blocks of this part, of which `valid` are still in their slots; which
-        of them are to have their copy on NVMe there."""
+        of them are to have their copy in this tier there."""
         index = residency.index
         stop = start + len(valid)
         hashes = PackedHashes(event.packed, residency.facts.hash_bytes)[start:stop]

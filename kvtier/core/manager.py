@@ -21,10 +21,11 @@ from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
 from kvtier.core.promotions import Promotions
-from kvtier.core.residency import Lost, NamespaceFacts, Residency
+from kvtier.core.residency import NamespaceFacts, Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
+from kvtier.core.slices import Lost
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import (
     BadRequest,

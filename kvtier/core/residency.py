@@ -7,13 +7,14 @@ block leaves the index before its slot is freed, and enters it after its slot is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.runs import Run
+from kvtier.core.slices import CommittedSlice, LeasedSlice, Lost
 from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
 from kvtier.layout import SlotLayout
@@ -32,49 +33,13 @@ class NamespaceFacts:
 
     @property
     def layout(self) -> SlotLayout:
-        """How a block of it lies in the NVMe pool."""
+        """How a block of it lies in the pool of a tier below memory."""
         return SlotLayout(self.shard_bytes, self.shard_count)
 
     @property
     def block_bytes(self) -> int:
         """What one block takes of the pool, padding included."""
         return self.slot_bytes * self.shard_count
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedSlice:
-    """What one slice of Acquire found, and pinned where it is in memory.
-
-    A place is NOBODY where the engine has the block itself and only NVMe has it besides.
-    """
-
-    rows: Rows
-    places: Places
-    cut: Cut
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """What has gone: blocks by the tier that they have left, and slots that hold nothing now."""
-
-    from_memory: list[BlockHash] = field(default_factory=list)
-    from_lower: dict[TierName, list[BlockHash]] = field(default_factory=dict)
-    lower_slots: dict[TierName, list[int]] = field(default_factory=dict)
-
-    def note_lower(self, tier: TierName, hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        self.from_lower.setdefault(tier, []).extend(hashes)
-        self.lower_slots.setdefault(tier, []).extend(slots)
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedSlice:
-    """What one slice of Commit did; the lists are of the blocks that became READY."""
-
-    outcomes: bytes
-    ready: Places
-    ready_positions: list[int]  # Positions in the slice.
-    hashes: list[BlockHash]
-    parents: list[BlockHash | None]
 
 
 class Residency:
@@ -117,7 +82,7 @@ class Residency:
 
         Blocks from position `mapped_from` on must lie in one of the `usable` slab sets; those
         before it need not be in memory. Stops at the first gap, also where a block does not follow
-        the one before it; the cut is DEADLINE where the next block is on NVMe only.
+        the one before it; the cut is DEADLINE where the next block is in tiers below only.
         """
         rows, cut = self.straight_rows(hashes, after)
         places = self.index.place[rows]
@@ -234,7 +199,7 @@ class Residency:
     # ------------------------------------------------------------------------------- promoting
 
     def begin_promotion(self, rows: Rows, places: Places) -> None:
-        """These blocks, on NVMe only, are read into these slots, reserved by the daemon."""
+        """These blocks, in tiers below only, are read into these slots, reserved by the daemon."""
         self.index.place[rows] = places
         self.tier.row[places] = rows
 
@@ -261,7 +226,7 @@ class Residency:
     def evict(self, count: int) -> list[BlockHash]:
         """Evict up to `count` blocks that the policy nominates from memory; returns their hashes.
 
-        What has a copy on NVMe stays resident there.
+        What has a copy in a tier below stays resident there.
         """
         hashes: list[BlockHash] = []
         places: list[int] = []
@@ -305,8 +270,8 @@ class Residency:
     # --------------------------------------------------------------------------------- voiding
 
     def void_places(self, places: Places) -> list[BlockHash]:
-        """Void these replicas in memory at once. A block without a copy on NVMe is not resident
-        any more, and the blocks that depend on it become unreachable.
+        """Void these replicas in memory at once. A block without a copy below is not resident any
+        more, and the blocks that depend on it become unreachable.
 
         Returns the hashes of the blocks named. `sweep` frees what became unreachable.
         """
@@ -314,7 +279,7 @@ class Residency:
         for place in places[self.tier.row[places] != NOBODY].tolist():
             row = int(self.tier.row[place])
             if self.tier.state[place] == ReplicaState.RESERVED:
-                self.index.place[row] = NOBODY  # It was being promoted; it still is on NVMe.
+                self.index.place[row] = NOBODY  # It was being promoted; it still is below.
                 continue
             if not self.index.has_row(row):
                 continue  # Doomed already: the sweep will void it.

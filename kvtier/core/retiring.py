@@ -1,8 +1,9 @@
 """Emptying the segment that is reused next: oldest first, whoever filled it.
 
 What of it was used since it was written goes again, once, to a segment that is being filled; blocks
-that are on NVMe only are promoted for that. The rest is forgotten in slices. One segment retires at
-a time, and only when somebody needs one; a segment with pinned or reserved slots is passed over.
+that are not in memory are promoted for that. The rest is forgotten in slices. One segment of a tier
+retires at a time, and only when somebody needs one; a segment with pinned or reserved slots is
+passed over.
 
 At most half of a segment goes again: otherwise a set of blocks as large as the pool, all in use,
 would be written round and round and nothing new let in.

@@ -1,4 +1,4 @@
-"""Segments of an NVMe pool: which are free, whose they are, and which one is given up next; pure.
+"""Segments of a pool below memory: which are free, whose they are, which is given up next; pure.
 
 A segment belongs to one namespace at a time and has slots of one size. Slots are given out from its
 start to its end and none a second time: a block that goes leaves a hole, and the segment is reused

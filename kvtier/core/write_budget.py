@@ -1,4 +1,5 @@
-"""How many bytes may be written to NVMe: a token bucket, so that the drives outlive their warranty.
+"""How many bytes may be written to a tier below memory: a token bucket, so that drives outlive
+their warranty.
 
 An hour's share may be saved up. What fills an empty pool is free: it is written once in the life of
 the pool.

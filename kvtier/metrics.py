@@ -88,7 +88,7 @@ FRAME_ERRORS = [
     "other",
 ]
 TIERS = tuple(str(tier) for tier in TierName)
-BUILT_TIERS = (str(TierName.DRAM), str(TierName.NVME))
+BUILT_TIERS = (str(TierName.DRAM), str(TierName.CXL), str(TierName.NVME))
 
 _SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
 _SLICE_SECONDS_MAX = 0.005
@@ -117,6 +117,7 @@ class Metrics:
         self._declare_state()
         self._declare_transfers()
         self._declare_nvme()
+        self._declare_cxl()
 
     def _declare_blocks(self) -> None:
         calls = {"call": BLOCK_CALLS}
@@ -269,6 +270,23 @@ class Metrics:
             "Of the slot table, newer in memory than on the disk: a kill now would lose blocks "
             "that went down since (nvme.table_seconds).",
             {},
+        )
+
+    def _declare_cxl(self) -> None:
+        direction = {"direction": TRANSFERS}
+        self.cxl_transferred_blocks = self._counter(
+            "kvtier_cxl_transferred_blocks_total",
+            "Blocks copied between DRAM and the CXL tier. corrupt: somebody wrote into either.",
+            {**direction, "outcome": ("done", "corrupt")},
+        )
+        seconds = self._histogram(
+            "kvtier_cxl_transfer_seconds",
+            "Time of one batch to or from the CXL tier, from asked for to returned.",
+            direction,
+        )
+        self.cxl_transfer_seconds = {one: seconds.labels(one) for one in TRANSFERS}
+        self.cxl_emulated = self._gauge(
+            "kvtier_cxl_emulated", "1 while the CXL tier is ordinary memory, slowed down.", {}
         )
 
     def _declare_nvme(self) -> None:

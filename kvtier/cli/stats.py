@@ -14,7 +14,7 @@ from kvtier.cli.connect import add_socket_argument, connected
 from kvtier.cli.output import add_json_argument, bytes_text, plain, print_json, table
 from kvtier.v1 import kvtier_pb2 as pb
 
-_NVME = "nvme"
+_DRAM, _NVME = "dram", "nvme"
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -69,10 +69,10 @@ def _tiers(stats: pb.StatsResponse) -> str:
                 tier.tier,
                 bytes_text(tier.budget_bytes),
                 bytes_text(tier.populated_bytes),
-                tier.page_kind or "-",
+                tier.page_kind or tier.memory or "-",
                 tier.slot_count,
                 # There slots are cut from segments when blocks come.
-                "-" if tier.tier == _NVME else tier.free_count,
+                tier.free_count if tier.tier == _DRAM else "-",
                 tier.ready_count,
                 tier.reserved_count,
                 tier.pinned_count,

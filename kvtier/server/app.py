@@ -117,6 +117,8 @@ class Daemon:
                 parts.admin.start(loop)
             self._announce()
             parts.slabs.start(tasks)
+            if parts.cxl is not None:
+                parts.cxl.start()
             if parts.nvme is not None:
                 parts.nvme.start(tasks)
             gc.collect()
@@ -135,6 +137,9 @@ class Daemon:
         parts.sessions.close()
         parts.slabs.stop()
         parts.mover.stop()
+        if parts.cxl is not None:
+            parts.cxl.stop()
+            parts.cxl.close()
         if parts.nvme is None or await parts.nvme.close():
             parts.pool.close()  # Else a thread may still read or write there.
         self._remove_sockets()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvtier.io.nodes import node_room_bytes
 from kvtier.metrics import Metrics
 from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
+from kvtier.pools.cxl import CxlMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
 from kvtier.pools.source import memory_source
@@ -31,6 +33,9 @@ from kvtier.server.admin import AdminServer
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
 from kvtier.server.core_loop import CoreLoop, Effects
+from kvtier.server.cxl import open_cxl
+from kvtier.server.cxl_report import CxlReport
+from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
 from kvtier.server.instance import raise_open_files
 from kvtier.server.lane import LaneListener
@@ -56,6 +61,7 @@ from kvtier.types import TierName
 BUDGET_BYTES_MAX = 64 << 30
 MESSAGE_BYTES_MAX = 4 << 20
 HUGE_BYTES = 2 << 20
+UNLIMITED_BYTES_PER_HOUR = 2.0**60
 HOURS_OF_AUTO = 24  # What nvme.write_bytes_per_hour is by itself: the whole pool once in so long.
 
 
@@ -81,6 +87,7 @@ class Parts:
     pool: DramPool
     slabs: SlabKeeper
     mover: Mover
+    cxl: CxlKeeper | None
     nvme: NvmeKeeper | None
     sessions: Sessions
     socket: SessionSocket
@@ -93,8 +100,6 @@ class Parts:
 
 def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: int) -> Plan:
     """Work out `auto`: a quarter of what is available, cut into slabs."""
-    if config.cxl.is_set:
-        raise ConfigError("[cxl] names a tier that this daemon does not use yet: leave it out")
     budget_bytes = config.dram.bytes
     if budget_bytes == AUTO:
         available = available_bytes()
@@ -123,20 +128,28 @@ def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: in
 async def build(config: Config, plan: Plan, open_driver: OpenDriver = open_file) -> Parts:
     """Bind the sockets and make every part; nothing runs yet."""
     plan = replace(plan, page_kind=str(await asyncio.to_thread(best_page_kind)))
-    if not config.nvme.paths:
-        return await _Builder(config, plan, None).build()
-    paths = await run_in_thread(partial(open_paths, config.nvme, open_driver), "kvtier-open")
-    try:
-        return await _Builder(config, plan, paths).build()
-    except BaseException:
-        paths.close()
-        raise
+    with ExitStack() as opened:
+        work = partial(open_cxl, config.cxl, SystemClock(), generation=plan.generation)
+        memory = await run_in_thread(work, "kvtier-open")
+        if memory is not None:
+            opened.callback(memory.close)
+        paths = None
+        if config.nvme.paths:
+            paths = await run_in_thread(
+                partial(open_paths, config.nvme, open_driver), "kvtier-open"
+            )
+            opened.callback(paths.close)
+        parts = await _Builder(config, plan, paths, memory).build()
+        opened.pop_all()  # They are the daemon's now.
+        return parts
 
 
 class _Builder:
     """Makes the parts, each once."""
 
-    def __init__(self, config: Config, plan: Plan, paths: NvmePaths | None) -> None:
+    def __init__(
+        self, config: Config, plan: Plan, paths: NvmePaths | None, memory: CxlMemory | None
+    ) -> None:
         self.config = config
         self.plan = plan
         self._bound: list[Path] = []
@@ -162,6 +175,7 @@ class _Builder:
             source=memory_source(config.dram.nodes),
         )
         self.mover = Mover(self.pool, self.core, self.base.metrics)
+        self.cxl = None if memory is None else CxlKeeper(self.base, self.pool, memory)
         self.nvme: NvmeKeeper | None = None
         if paths is not None:
             self.nvme = NvmeKeeper(self.base, self.pool, paths, config.nvme, epochs.current_epochs)
@@ -175,6 +189,7 @@ class _Builder:
             self.sessions,
             self.slabs,
             NvmeReport(self.base, self.nvme),
+            CxlReport(self.base, self.cxl),
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
@@ -222,6 +237,7 @@ class _Builder:
             pool=self.pool,
             slabs=self.slabs,
             mover=self.mover,
+            cxl=self.cxl,
             nvme=self.nvme,
             sessions=self.sessions,
             socket=session_socket,
@@ -252,15 +268,22 @@ class _Builder:
             ins.BlocksRemoved: watch.on_removed,
             ins.NamespaceCleared: watch.on_cleared,
         }
+        return effects | self._lower_effects()
+
+    def _lower_effects(self) -> dict[type, Callable[..., None]]:
+        """What is asked of a tier below memory goes to its keeper."""
+        keepers: dict[TierName, CxlKeeper | NvmeKeeper] = {}
+        if self.cxl is not None:
+            keepers[TierName.CXL] = self.cxl
         if self.nvme is not None:
-            effects |= {
-                ins.Demote: self.nvme.on_demote,
-                ins.Promote: self.nvme.on_promote,
-                ins.BindSegments: self.nvme.on_bind_segments,
-                ins.WriteLowerReady: self.nvme.on_write_ready,
-                ins.WriteLowerGone: self.nvme.on_write_gone,
-            }
-        return effects
+            keepers[TierName.NVME] = self.nvme
+        return {
+            ins.Demote: lambda asked: keepers[asked.tier].on_demote(asked),
+            ins.Promote: lambda asked: keepers[asked.tier].on_promote(asked),
+            ins.BindSegments: lambda bound: keepers[bound.tier].on_bind_segments(bound),
+            ins.WriteLowerReady: lambda written: keepers[written.tier].on_write_ready(written),
+            ins.WriteLowerGone: lambda written: keepers[written.tier].on_write_gone(written),
+        }
 
     def _session_socket(self) -> SessionSocket:
         lease = self.config.lease
@@ -348,7 +371,7 @@ def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | Non
         slab_bytes=plan.slab_bytes,
         slab_count_max=plan.slab_count_max,
         count_max=config.server.namespaces_max,
-        stride=slot_stride if paths is None else padded_stride,
+        stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
     return Base(core, namespaces, clock, metrics)
 
@@ -365,10 +388,20 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,
             leases_per_session_max=lease.per_session_max,
-            lower={TierName.NVME: _nvme_settings(config, paths)},
+            lower=_lower_settings(config, paths),
         ),
         make_policy=LruPolicy,
     )
+
+
+def _lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, LowerSettings]:
+    """The tiers below memory, the fastest first."""
+    found: dict[TierName, LowerSettings] = {}
+    if config.cxl.is_set:
+        # Memory does not wear: whatever has its checksum is copied at once.
+        found[TierName.CXL] = LowerSettings(write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR)
+    found[TierName.NVME] = _nvme_settings(config, paths)
+    return found
 
 
 def _nvme_settings(config: Config, paths: NvmePaths | None) -> LowerSettings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvtier.core.stats import ManagerStats, NamespaceCounts
 from kvtier.metrics import LIMITS, SESSION_STATES
 from kvtier.server.base import Base
+from kvtier.server.cxl_report import CxlReport
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
@@ -37,6 +38,7 @@ class Reporter:
         sessions: Sessions,
         slabs: SlabKeeper,
         nvme: NvmeReport,
+        cxl: CxlReport,
         *,
         generation: int,
         page_kind: str,
@@ -46,6 +48,7 @@ class Reporter:
         self._sessions = sessions
         self._slabs = slabs
         self._nvme = nvme
+        self._cxl = cxl
         self._clock = base.clock
         self._metrics = base.metrics
         self._generation = generation
@@ -69,7 +72,11 @@ class Reporter:
             generation=self._generation,
             uptime_seconds=self._clock.now() - self._started_at,
             draining=stats.draining,
-            tiers=[self._tier_stats(stats), *self._nvme.tier_stats(stats.nvme)],
+            tiers=[
+                self._tier_stats(stats),
+                *self._cxl.tier_stats(stats.lower.get(TierName.CXL)),
+                *self._nvme.tier_stats(stats.nvme),
+            ],
             namespaces=[self._namespace_stats(one) for one in stats.namespaces],
             sessions=self._session_stats(stats),
             counters=self._metrics.samples(),
@@ -152,6 +159,7 @@ class Reporter:
             metrics.limit_max.labels(limit.name).set(limit.max_count)
             metrics.limit_used.labels(limit.name).set(limit.used())
         self._nvme.refresh(stats.nvme)
+        self._cxl.refresh(stats.lower.get(TierName.CXL))
         return stats
 
 

@@ -698,7 +698,7 @@ class StatsResponse(_message.Message):
     def __init__(self, daemon_version: _Optional[str] = ..., protocol: _Optional[int] = ..., generation: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "budget_bytes", "populated_bytes", "slot_count", "free_count", "ready_count", "reserved_count", "quarantined_count", "pinned_count", "page_kind", "held_count")
+    __slots__ = ("tier", "budget_bytes", "populated_bytes", "slot_count", "free_count", "ready_count", "reserved_count", "quarantined_count", "pinned_count", "page_kind", "memory", "held_count")
     TIER_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     POPULATED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -709,6 +709,7 @@ class TierStats(_message.Message):
     QUARANTINED_COUNT_FIELD_NUMBER: _ClassVar[int]
     PINNED_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAGE_KIND_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     tier: str
     budget_bytes: int
@@ -720,8 +721,9 @@ class TierStats(_message.Message):
     quarantined_count: int
     pinned_count: int
     page_kind: str
+    memory: str
     held_count: int
-    def __init__(self, tier: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., populated_bytes: _Optional[int] = ..., slot_count: _Optional[int] = ..., free_count: _Optional[int] = ..., ready_count: _Optional[int] = ..., reserved_count: _Optional[int] = ..., quarantined_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., page_kind: _Optional[str] = ..., held_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, tier: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., populated_bytes: _Optional[int] = ..., slot_count: _Optional[int] = ..., free_count: _Optional[int] = ..., ready_count: _Optional[int] = ..., reserved_count: _Optional[int] = ..., quarantined_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., page_kind: _Optional[str] = ..., memory: _Optional[str] = ..., held_count: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "model", "fingerprint", "epoch", "block_count", "block_bytes", "slot_count", "free_count", "salt", "tenant")

@@ -13,7 +13,6 @@ from kvtier.errors import ConfigError
 from kvtier.io.nodes import read_nodes
 from kvtier.pools.cxl import CxlMemory, DaxMemory, EmulatedMemory, NodeMemory
 from kvtier.server import cxl
-from kvtier.server.build import plan_memory
 from kvtier.server.cxl import open_cxl
 from tests.support.dax_files import dax_file
 
@@ -67,12 +66,3 @@ def test_a_device_gives_slabs_at_its_alignment(tmp_path: Path, monkeypatch) -> N
 def test_a_path_that_is_no_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         opened(dax=str(tmp_path / "dax0.0"))
-
-
-@pytest.mark.parametrize(
-    "option", [{"node": "0"}, {"dax": "/dev/dax0.0"}, {"emulate": "4GB/s", "bytes": "1GiB"}]
-)
-def test_a_daemon_that_would_not_use_the_tier_does_not_start(option: dict[str, str]) -> None:
-    loaded = load(None, {f"cxl.{name}": value for name, value in option.items()})
-    with pytest.raises(ConfigError, match=r"\[cxl\] names a tier that this daemon does not use"):
-        plan_memory(loaded, Path("/s/k.sock"), Path("/state"), generation=1)

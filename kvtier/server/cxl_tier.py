@@ -1,0 +1,240 @@
+"""The shell's side of the CXL tier: memory populated in threads, blocks copied to it and back.
+
+It is opened once all of its memory is there, and gone with the daemon. Blocks reach engines through
+DRAM: they are promoted, and compared with their checksum on the way. A copy between two memories
+can neither fail nor hang as a disk can; what can be wrong is what somebody else wrote there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
+from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
+from kvtier.io.checksum import block_checksums
+from kvtier.memory import Bytes
+from kvtier.pools.cxl import CopyBatch, CxlMemory
+from kvtier.pools.cxl_slots import CxlSlots
+from kvtier.pools.dram import DramPool
+from kvtier.pools.slabs import Slab
+from kvtier.pools.stock import Outcome, PopulateRefused, SlabStock
+from kvtier.server.base import Base
+from kvtier.server.threads import call_soon
+from kvtier.types import TierName
+
+log = logging.getLogger(__name__)
+
+# Copies of one thread reach the bandwidth of most CXL devices; two keep both ways busy.
+COPY_THREADS = 2
+_DONE, _CORRUPT = np.uint8(TransferOutcome.DONE), np.uint8(TransferOutcome.CORRUPT)
+_Checksums = npt.NDArray[np.uint64]
+_Outcomes = npt.NDArray[np.uint8]
+
+
+class CxlKeeper:
+    """Lives on the event loop; populating and copying happen in threads of its own."""
+
+    def __init__(self, base: Base, dram: DramPool, memory: CxlMemory) -> None:
+        self._base = base
+        self._dram = dram
+        self._memory = memory
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slabs: list[Slab] = []
+        self._missing_count = memory.slab_count_max  # Neither populated nor refused yet.
+        self._slots: CxlSlots | None = None
+        self._is_over = False
+        self.block_counts = {"demote": 0, "promote": 0}  # Under way.
+        self._threads = ThreadPoolExecutor(COPY_THREADS, "kvtier-cxl")
+        self._stock = SlabStock(
+            slab_bytes=memory.slab_bytes,
+            slab_count_max=memory.slab_count_max,
+            on_outcome=self._from_thread,
+            clock=base.clock,
+            reserve_bytes=memory.reserve_bytes,
+            source=memory.source,
+        )
+
+    @property
+    def label(self) -> str:
+        """What the memory is; begins with "emulated" where that is so."""
+        return self._memory.label
+
+    @property
+    def is_emulated(self) -> bool:
+        return self._memory.throttle_stats() is not None
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._memory.slab_bytes * self._memory.slab_count_max
+
+    @property
+    def populated_bytes(self) -> int:
+        return self._memory.slab_bytes * len(self._slabs)
+
+    # ------------------------------------------------------------------------------ populating
+
+    def start(self) -> None:
+        """Begin to populate; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._stock.request(self._memory.slab_count_max)
+
+    def _from_thread(self, outcome: Outcome) -> None:
+        self._in_loop(partial(self._on_outcome, outcome))
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        self._missing_count -= 1
+        if isinstance(outcome, PopulateRefused):
+            log.warning("cxl slab refused", extra={"reason": outcome.reason})
+        else:
+            self._slabs.append(outcome)
+        if self._missing_count or self._is_over:
+            return
+        if not self._slabs:
+            log.error("the cxl tier is off: it has no memory", extra={"memory": self.label})
+            return
+        self._slots = CxlSlots(self._slabs)
+        log.info(
+            "cxl tier opened",
+            extra={"memory": self.label, "bytes": self.populated_bytes},
+        )
+        self._base.core.post(
+            LowerOpened(
+                segment_bytes=self._slots.segment_bytes,
+                segment_count=self._slots.segment_count,
+                row_count_max=self._slots.row_count_max,
+                lane_count=1,
+                sequence_first=1,
+                tier=TierName.CXL,
+            )
+        )
+
+    # ----------------------------------------------------------------------------- instructions
+
+    def on_bind_segments(self, bound: BindSegments) -> None:
+        self._opened.bind(bound.headers)
+
+    def on_write_ready(self, written: WriteLowerReady) -> None:
+        self._opened.write_checksums(written.lower_slots, written.checksums)
+
+    def on_write_gone(self, written: WriteLowerGone) -> None:
+        self._opened.write_gone(written.lower_slots)
+
+    def on_demote(self, asked: Demote) -> None:
+        self._begin(asked, self._dram.checksums(asked.slots))
+
+    def on_promote(self, asked: Promote) -> None:
+        self._begin(asked, self._opened.checksums(asked.lower_slots))
+
+    # ------------------------------------------------------------------------------------- end
+
+    def stop(self) -> None:
+        """Wait for the copies under way: they use both pools."""
+        self._is_over = True
+        self._stock.stop()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """After `stop`: the memory goes back where it came from."""
+        for slab in self._slabs:
+            self._memory.source.end(slab)
+        self._slabs.clear()
+        self._memory.close()
+
+    # --------------------------------------------------------------------------------- helpers
+
+    @property
+    def _opened(self) -> CxlSlots:
+        assert self._slots is not None, "the cxl tier is used before it is open"
+        return self._slots
+
+    def _begin(self, asked: Demote | Promote, checksums: _Checksums) -> None:
+        slots = asked.slots.tolist()
+        batch = _Batch(
+            asked=asked,
+            checksums=checksums,
+            payloads=[self._dram.views(slot) for slot in slots],
+            upper=[view for slot in slots for view in self._dram.padded_views(slot)],
+            lower=[
+                view
+                for slot in asked.lower_slots.tolist()
+                for view in self._opened.padded_views(slot)
+            ],
+            began_at=self._base.clock.now(),
+        )
+        self.block_counts[batch.direction] += len(slots)
+        self._threads.submit(self._copy, batch)
+
+    def _copy(self, batch: _Batch) -> None:
+        """In a thread."""
+        try:
+            outcomes = batch.run(self._memory.copy_batch)
+        except BaseException as error:  # noqa: BLE001  # A mistake of ours ends the daemon.
+            self._in_loop(partial(self._base.core.fail, error))
+            return
+        self._in_loop(partial(self._end, batch, outcomes))
+
+    def _end(self, batch: _Batch, outcomes: _Outcomes) -> None:
+        asked, metrics = batch.asked, self._base.metrics
+        self.block_counts[batch.direction] -= len(asked.slots)
+        corrupt_count = int((outcomes == _CORRUPT).sum())
+        for outcome, count in (("done", len(outcomes) - corrupt_count), ("corrupt", corrupt_count)):
+            metrics.cxl_transferred_blocks.labels(batch.direction, outcome).inc(count)
+        metrics.cxl_transfer_seconds[batch.direction].observe(
+            self._base.clock.now() - batch.began_at
+        )
+        if isinstance(asked, Demote):
+            metrics.corrupt_blocks.inc(corrupt_count)  # Somebody wrote into committed memory.
+        if self._is_over:
+            return
+        kind = Demoted if isinstance(asked, Demote) else Promoted
+        self._base.core.post(
+            kind(
+                namespace=asked.namespace,
+                slots=asked.slots,
+                lower_slots=asked.lower_slots,
+                outcomes=outcomes,
+                checksums=batch.checksums,
+                tier=TierName.CXL,
+            )
+        )
+
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        assert self._loop is not None, "the cxl tier was not started"
+        call_soon(self._loop, partial(self._base.core.spawn, work))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Blocks on their way; the core keeps both ends taken until it hears of their end."""
+
+    asked: Demote | Promote
+    checksums: _Checksums  # What the payloads must be.
+    payloads: Sequence[Sequence[Bytes]]  # By block, in DRAM.
+    upper: Sequence[Bytes]  # All shards of all blocks with their padding, in DRAM …
+    lower: Sequence[Bytes]  # … and in the tier.
+    began_at: float
+
+    @property
+    def direction(self) -> str:
+        return "demote" if isinstance(self.asked, Demote) else "promote"
+
+    def run(self, copy_batch: CopyBatch) -> _Outcomes:
+        """Copy, and compare in DRAM, the faster memory: before going down, after coming up."""
+        if isinstance(self.asked, Promote):
+            copy_batch(self.upper, self.lower)
+            return self._compared()
+        outcomes = self._compared()
+        copy_batch(self.lower, self.upper)
+        return outcomes
+
+    def _compared(self) -> _Outcomes:
+        right = block_checksums(self.payloads) == self.checksums
+        return np.where(right, _DONE, _CORRUPT)

@@ -1,0 +1,229 @@
+"""Copies between DRAM and the CXL tier: compared on the way, and what does not compare is told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvtier.clock import SystemClock
+from kvtier.core import events as ev
+from kvtier.core import instructions as ins
+from kvtier.io.checksum import block_checksums
+from kvtier.io.throttle import EmulatedSpeed
+from kvtier.layout import SegmentHeader, SlotLayout
+from kvtier.metrics import Metrics
+from kvtier.namespace import NamespaceSpec
+from kvtier.pools.cxl import EmulatedMemory
+from kvtier.pools.dram import DramPool
+from kvtier.pools.pool import SlabBinding
+from kvtier.pools.slabs import PageKind, populate_slab
+from kvtier.server.base import Base
+from kvtier.server.core_loop import CoreLoop
+from kvtier.server.cxl_tier import CxlKeeper
+from kvtier.server.epochs import EpochStore
+from kvtier.server.namespaces import Namespaces, padded_stride
+from kvtier.types import BlockHash, NamespaceId, SlabId, SlabSetId, TierName
+from tests.support.recording_core import RecordingManager
+
+E = TypeVar("E")
+
+SLAB_BYTES = 2 << 20
+# Not a multiple of what shards are padded to.
+SPEC = NamespaceSpec("test", "v1", "bfloat16", "LBHD", 16, shard_bytes=5000, shard_count=2)
+LAYOUT = SlotLayout(SPEC.shard_bytes, SPEC.shard_count)
+DONE, CORRUPT = ev.TransferOutcome.DONE, ev.TransferOutcome.CORRUPT
+SLOT_COUNT = 16
+
+
+def slots(*numbers: int) -> ev.Slots:
+    return np.array(numbers, np.uint32)
+
+
+class Rig:
+    """One life of a CXL tier of two slabs beside a DRAM pool of 16 slots."""
+
+    def __init__(self, directory: Path) -> None:
+        clock = SystemClock()
+        self.manager = RecordingManager()
+        self.metrics = Metrics()
+        core = CoreLoop(self.manager, clock=clock, metrics=self.metrics)
+        epochs = EpochStore(directory, iter([7, 8]).__next__)
+        self.namespaces = Namespaces(
+            core, epochs, slab_bytes=SLAB_BYTES, slab_count_max=4, count_max=4, stride=padded_stride
+        )
+        base = Base(core, self.namespaces, clock, self.metrics)
+        self.dram = DramPool(1)
+        memory = EmulatedMemory(
+            EmulatedSpeed(8e9), clock, slab_bytes=SLAB_BYTES, budget_bytes=2 * SLAB_BYTES
+        )
+        self.keeper = CxlKeeper(base, self.dram, memory)
+
+    async def open(self) -> NamespaceId:
+        opened = await self.namespaces.open(SPEC)
+        for number in (1, 2):
+            self.dram.add_slab(
+                populate_slab(SlabId(number), SLAB_BYTES, PageKind.BASE, clock=SystemClock())
+            )
+        self.dram.bind(
+            SlabBinding(
+                slab_set=SlabSetId(1),
+                slabs=(SlabId(1), SlabId(2)),
+                fingerprint=opened.fingerprint,
+                slot_first=0,
+                slot_count=SLOT_COUNT,
+                slot_bytes=opened.slot_bytes,
+                shard_bytes=SPEC.shard_bytes,
+            )
+        )
+        self.keeper.start()
+        [told] = await self.wait(ev.LowerOpened, 1)
+        assert (told.tier, told.segment_count, told.segment_bytes) == (
+            TierName.CXL,
+            2,
+            SLAB_BYTES,
+        )
+        header = SegmentHeader(1, opened.fingerprint, LAYOUT, SLAB_BYTES // LAYOUT.slot_bytes, 5)
+        self.keeper.on_bind_segments(ins.BindSegments((header,), TierName.CXL))
+        self.first = told.row_count_max  # Of segment 1.
+        return opened.id
+
+    async def wait(self, kind: type[E], count: int) -> list[E]:
+        for _ in range(10_000):
+            if len(self.manager.of(kind)) >= count:
+                break
+            await asyncio.sleep(0.002)
+        return self.manager.of(kind)
+
+    def fill(self, slot: int, seed: int) -> None:
+        """A block in DRAM with its checksum in the table."""
+        chance = np.random.default_rng(seed)
+        for view in self.dram.views(slot):
+            view[:] = chance.integers(0, 256, len(view), np.uint8)
+        name = BlockHash(bytes([slot]) * 32)
+        self.dram.write_ready(slots(slot), [name], [None], epoch=7, sequence=slot + 1)
+        self.dram.write_checksums(slots(slot), block_checksums([self.dram.views(slot)]))
+
+    async def demote(self, namespace: NamespaceId, upper: ev.Slots, lower: ev.Slots) -> ev.Demoted:
+        count = len(self.manager.of(ev.Demoted)) + 1
+        self.keeper.on_demote(ins.Demote(namespace, upper, lower, TierName.CXL))
+        found = (await self.wait(ev.Demoted, count))[-1]
+        self.keeper.on_write_ready(
+            ins.WriteLowerReady(
+                namespace, lower, [], [], found.checksums, epoch=7, sequence=1, tier=TierName.CXL
+            )
+        )
+        return found
+
+    async def promote(self, namespace: NamespaceId, lower: ev.Slots, upper: ev.Slots) -> list[int]:
+        count = len(self.manager.of(ev.Promoted)) + 1
+        self.keeper.on_promote(ins.Promote(namespace, lower, upper, TierName.CXL))
+        found = (await self.wait(ev.Promoted, count))[-1]
+        assert found.tier is TierName.CXL
+        return found.outcomes.tolist()
+
+    def close(self) -> None:
+        self.keeper.stop()
+        self.keeper.close()
+        self.dram.close()
+
+
+def test_blocks_go_down_and_come_back_with_every_byte(tmp_path: Path) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        try:
+            namespace = await rig.open()
+            for slot in range(4):
+                rig.fill(slot, seed=slot)
+            lower = slots(*range(rig.first, rig.first + 4))
+            told = await rig.demote(namespace, slots(0, 1, 2, 3), lower)
+            assert told.outcomes.tolist() == [DONE] * 4
+            assert await rig.promote(namespace, lower, slots(8, 9, 10, 11)) == [DONE] * 4
+            for slot in range(4):
+                for before, after in zip(
+                    rig.dram.views(slot), rig.dram.views(slot + 8), strict=True
+                ):
+                    assert np.array_equal(before, after)
+            assert rig.keeper.block_counts == {"demote": 0, "promote": 0}
+        finally:
+            rig.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_block_that_somebody_wrote_into_below_is_told_as_corrupt(
+    tmp_path: Path, shard: int
+) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        try:
+            namespace = await rig.open()
+            rig.fill(0, seed=1)
+            rig.fill(1, seed=2)
+            lower = slots(rig.first, rig.first + 1)
+            await rig.demote(namespace, slots(0, 1), lower)
+            rig.keeper._opened.padded_views(rig.first)[shard][4999] ^= 1
+            assert await rig.promote(namespace, lower, slots(8, 9)) == [CORRUPT, DONE]
+        finally:
+            rig.close()
+
+    asyncio.run(story())
+
+
+def test_a_block_that_somebody_wrote_into_above_does_not_go_down(tmp_path: Path) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        try:
+            namespace = await rig.open()
+            rig.fill(0, seed=1)
+            rig.dram.views(0)[1][17] ^= 1
+            told = await rig.demote(namespace, slots(0), slots(rig.first))
+            assert told.outcomes.tolist() == [CORRUPT]
+            name = "kvtier_corrupt_blocks_total"
+            assert rig.metrics.samples()[name] == 1
+        finally:
+            rig.close()
+
+    asyncio.run(story())
+
+
+def test_a_slot_that_holds_nothing_any_more_is_read_as_corrupt(tmp_path: Path) -> None:
+    """The core never asks for it; were it to, no former block's bytes may pass."""
+
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        try:
+            namespace = await rig.open()
+            rig.fill(0, seed=1)
+            await rig.demote(namespace, slots(0), slots(rig.first))
+            rig.keeper.on_write_gone(ins.WriteLowerGone(slots(rig.first), TierName.CXL))
+            assert await rig.promote(namespace, slots(rig.first), slots(8)) == [CORRUPT]
+        finally:
+            rig.close()
+
+    asyncio.run(story())
+
+
+def test_a_mistake_in_a_copying_thread_ends_the_daemon(tmp_path: Path) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        try:
+            namespace = await rig.open()
+            rig.fill(0, seed=1)
+
+            def broken(targets: object, sources: object) -> None:
+                raise AssertionError("planted")
+
+            rig.keeper._memory.copy_batch = broken  # type: ignore[method-assign]
+            rig.keeper.on_demote(ins.Demote(namespace, slots(0), slots(rig.first), TierName.CXL))
+            with pytest.raises(AssertionError, match="planted"):
+                async with asyncio.timeout(20):
+                    await rig.keeper._base.core.wait_failed()
+        finally:
+            rig.close()
+
+    asyncio.run(story())

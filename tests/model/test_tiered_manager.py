@@ -1,4 +1,5 @@
-"""The block manager with an NVMe tier: memory and pool so small that all is reused all the time.
+"""The block manager with tiers below memory: memory and pools so small that all is reused all the
+time.
 
 On top of what engines may do (`test_block_manager.py`): leases that wait for promotion, transfers
 that end late and badly, tables that lag behind, power cuts.
@@ -6,13 +7,15 @@ that end late and badly, tables that lag behind, power cuts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
@@ -33,7 +36,8 @@ from tests.model.test_block_manager import (
 )
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_mover import FakeMover
+from tests.support.fake_mover import FakeMover, Transfer
+from tests.support.lower_shell import LowerShell, readable_count
 from tests.support.machines import machine_settings
 from tests.support.world import World, chain
 
@@ -51,6 +55,20 @@ TIERED = replace(
         )
     },
 )
+TWO_RUNGS = replace(
+    TIERED,
+    lower={
+        TierName.CXL: LowerSettings(
+            write_bytes_per_hour=1e12,
+            transfer_bytes_max=3 * SLOT_BYTES,
+            batch_blocks=2,
+            batch_bytes=3 * SLOT_BYTES,
+            retire_wait_seconds=1.0,
+            prefetch_fraction_max=0.2,
+        ),
+        **TIERED.lower,
+    },
+)
 SLOT_BYTES_OF = {SHARED: SLOT_BYTES, RIVAL: 2 * SLOT_BYTES, SHARDED: SLOT_BYTES}
 # Why a lease may rightly be shorter than what is resident.
 EXCUSES = (Cut.PIN_LIMIT, Cut.NO_SPACE, Cut.UNMAPPED, Cut.DRAINING)
@@ -65,21 +83,32 @@ def chosen_by(number: int) -> Callable[[int], bool]:
 class TieredManagerMachine(BlockManagerMachine):
     """Every rule of the other machine, and these."""
 
+    config = TIERED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disks: dict[TierName, FakeDisk] = {}
+
     @initialize(
         segment_slots=st.integers(2, 4),
         segment_count=st.integers(2, 6),
         lane_count=st.integers(1, 2),
     )
     def start(self, segment_slots: int, segment_count: int, lane_count: int) -> None:
-        self.world = World(TIERED)
-        self.engine_count = 0
-        self.disk = FakeDisk(
+        self.disks[TierName.NVME] = FakeDisk(
             segment_bytes=segment_slots * SLOT_BYTES,
             segment_count=segment_count,
             row_count_max=4,
             lane_count=lane_count,
         )
-        self.begin(open_nvme=True, closed=None)
+        self.begin_and_use_all()
+        if segment_count * segment_slots >= 16:  # Else others' blocks may have taken all of it.
+            assert self.read_count > 0, "nothing comes up"
+
+    def begin_and_use_all(self) -> None:
+        self.world = World(self.config)
+        self.engine_count = 0
+        self.begin(open_lower=True, closed=None)
         for engine, path in product(range(3), ("aaa", "abb")):
             self.offload_to_the_end(engine, 0, path)
             self.world.finish_work()
@@ -87,9 +116,8 @@ class TieredManagerMachine(BlockManagerMachine):
         for engine in range(3):
             self.onboard_to_the_end(engine, 0, "aaa")
             self.onboard_to_the_end(engine, 0, "abb")
-        assert self.mover.block_counts["demote"] > 0, "nothing goes down"
-        if segment_count * segment_slots >= 16:  # Else others' blocks may have taken all of it.
-            assert self.mover.block_counts["promote"] > 0, "nothing comes up"
+        for tier, disk in self.disks.items():
+            assert disk.block_counts["demote"] > 0, f"nothing goes down to {tier}"
 
     # ---------------------------------------------------------------------------------- onboard
 
@@ -114,7 +142,7 @@ class TieredManagerMachine(BlockManagerMachine):
         one, hashes = self.engine(engine), chain(path)
         mine = self.namespace_of(one, namespace)
         self.world.finish_turns()
-        before = self.disk.readable_count(self.world.namespaces[mine], hashes)
+        before = readable_count(self.world.lower, self.world.namespaces[mine], hashes)
         outcomes: list[ins.LeaseGranted] = []
         one.acquire(mine, hashes, seconds=30.0, wait=20.0, on_granted=outcomes.append)
         self.world.finish_work()
@@ -137,7 +165,7 @@ class TieredManagerMachine(BlockManagerMachine):
 
     @rule(engine=picks, namespace=picks, count=st.integers(1, 12))
     def take_memory(self, engine: int, namespace: int, count: int) -> None:
-        """Somebody needs the slots: blocks with a copy are on NVMe only afterwards."""
+        """Somebody needs the slots: blocks with a copy are below only afterwards."""
         one = self.engine(engine)
         mine = self.namespace_of(one, namespace)
         one.reserve(mine, count)
@@ -146,7 +174,7 @@ class TieredManagerMachine(BlockManagerMachine):
 
     @rule()
     def empty_memory(self) -> None:
-        """All slabs are exchanged: blocks with a copy are on NVMe only afterwards."""
+        """All slabs are exchanged: blocks with a copy are below only afterwards."""
         for one in sorted(self.world.sets):
             self.world.run_quietly(ev.WithdrawSlabSet(one))
         self.world.finish_turns()
@@ -163,21 +191,21 @@ class TieredManagerMachine(BlockManagerMachine):
         outcome=st.sampled_from([*[TransferOutcome.DONE] * 4, *TransferOutcome]),
     )
     def end_transfer(self, pick: int, outcome: TransferOutcome) -> None:
-        under_way = self.mover.under_way if self.world.nvme is not None else []
+        under_way = self.under_way()
         if not under_way:
             return
-        one = under_way[pick % len(under_way)]
+        mover, one = under_way[pick % len(under_way)]
         if outcome is TransferOutcome.CORRUPT and one.is_demotion:
             for engine, slot in product(self.engines, one.asked.slots.tolist()):
                 engine.drop_corrupt(slot)
-        self.mover.finish(one, outcome)
+        mover.finish(one, outcome)
 
     @rule(pick=picks, member=picks)
     def move_one_block(self, pick: int, member: int) -> None:
-        under_way = self.mover.under_way if self.world.nvme is not None else []
+        under_way = self.under_way()
         if under_way:
-            one = under_way[pick % len(under_way)]
-            self.mover.move(one, member % len(one.outcomes))
+            mover, one = under_way[pick % len(under_way)]
+            mover.move(one, member % len(one.outcomes))
 
     @rule(engine=picks, namespace=picks, path=paths)
     def offload_and_settle(self, engine: int, namespace: int, path: str) -> None:
@@ -201,61 +229,67 @@ class TieredManagerMachine(BlockManagerMachine):
 
     @rule(pick=picks)
     def flip_bits(self, pick: int) -> None:
-        slots = sorted(self.disk.rows)
+        slots = [(disk, slot) for disk in self.disks.values() for slot in sorted(disk.rows)]
         if slots:
-            self.disk.scribble(slots[pick % len(slots)])
+            disk, slot = slots[pick % len(slots)]
+            disk.scribble(slot)
 
     # ------------------------------------------------------------------------------ the daemon
 
     @rule(pages=bits, is_synced=st.booleans())
     def write_table(self, pages: int, is_synced: bool) -> None:
-        self.disk.write_table(chosen_by(pages))
-        if is_synced:
-            self.disk.sync()
+        for disk in self.disks.values():
+            disk.write_table(chosen_by(pages))
+            if is_synced:
+                disk.sync()
 
     @rule(readable=st.booleans(), pick=picks)
-    def worsen_nvme(self, readable: bool, pick: int) -> None:
-        if self.world.nvme is not None and pick < 16:  # Not in every run.
-            self.world.nvme.worsen(readable=readable)
+    def worsen_lower(self, readable: bool, pick: int) -> None:
+        if self.world.lower and pick < 16:  # Not in every run.
+            self.some_shell(pick).worsen(readable=readable)
 
     @rule(engine=picks, namespace=picks, path=paths, turns=st.integers(0, 6), pick=picks)
-    def lose_nvme(self, engine: int, namespace: int, path: str, turns: int, pick: int) -> None:
-        """The pool cannot be read any more, and a read of it ends well after all."""
-        if self.world.nvme is None or pick < 44:  # Not in every run.
+    def lose_lower(self, engine: int, namespace: int, path: str, turns: int, pick: int) -> None:
+        """A pool cannot be read any more, and a read of it ends well after all."""
+        if not self.world.lower or pick < 44:  # Not in every run.
             return
         self.acquire_waiting(engine, namespace, path, seconds=30.0, wait=5.0, skip=0)
         self.world.finish_turns()
-        self.world.nvme.worsen(readable=False)
+        self.some_shell(pick).worsen(readable=False)
         for _ in range(turns):
             if self.world.turns:
                 self.world.turn(0)
-        for one in [one for one in self.mover.under_way if not one.is_demotion]:
-            self.mover.finish(one)
+        for mover, one in self.under_way():
+            if not one.is_demotion:
+                mover.finish(one)
 
     @rule(
         kept=bits,
-        open_nvme=st.booleans(),
+        open_lower=st.booleans(),
         closed=st.sampled_from([None, *NAMESPACES]),
         is_table_written=st.booleans(),
     )
     def cut_power(
-        self, kept: int, open_nvme: bool, closed: NamespaceId | None, is_table_written: bool
+        self, kept: int, open_lower: bool, closed: NamespaceId | None, is_table_written: bool
     ) -> None:
         if is_table_written:
-            self.disk.write_table()
-            self.disk.sync()
+            for disk in self.disks.values():
+                disk.write_table()
+                disk.sync()
+        is_open = set(self.world.lower)
         self.world.restart(chosen_by(kept))
-        if self.world.nvme is None:  # It was not even opened since the last time.
-            self.disk.cut_power(chosen_by(kept))
-        self.disk.readable = True
-        self.begin(open_nvme=open_nvme, closed=closed)
+        for tier, disk in self.disks.items():
+            if tier not in is_open:  # It was not even opened since the last time.
+                disk.cut_power(chosen_by(kept))
+            disk.readable = True
+        self.begin(open_lower=open_lower, closed=closed)
 
     @rule(closed=st.sampled_from(NAMESPACES), last_path=paths)
     def reuse_what_nobody_has_opened(self, closed: NamespaceId, last_path: str) -> None:
         """Others fill the pool meanwhile; then somebody opens the namespace after all."""
-        self.cut_power(2**16 - 1, open_nvme=True, closed=None, is_table_written=True)
+        self.cut_power(2**16 - 1, open_lower=True, closed=None, is_table_written=True)
         self.settle(closed, ["abab", last_path])
-        self.cut_power(2**16 - 1, open_nvme=True, closed=closed, is_table_written=True)
+        self.cut_power(2**16 - 1, open_lower=True, closed=closed, is_table_written=True)
         for namespace in NAMESPACES:
             if namespace != closed:
                 self.settle(namespace, ["aaaa", "bbbb", "abab"])
@@ -272,9 +306,8 @@ class TieredManagerMachine(BlockManagerMachine):
 
     @rule()
     def open_late(self) -> None:
-        """The pool has been read at last; somebody uses a namespace again."""
-        if self.world.nvme is None:
-            self.world.open_nvme(self.disk)
+        """The pools have been read at last; somebody uses a namespace again."""
+        self.open_pools()
         for namespace, record in self.world.namespaces.items():
             if not record.is_open:
                 self.open(namespace)
@@ -283,15 +316,15 @@ class TieredManagerMachine(BlockManagerMachine):
 
     # ----------------------------------------------------------------------------------- helpers
 
-    def begin(self, *, open_nvme: bool, closed: NamespaceId | None) -> None:
+    def begin(self, *, open_lower: bool, closed: NamespaceId | None) -> None:
         """A daemon starts, and engines find it."""
         for namespace in NAMESPACES:
             if namespace != closed:
                 self.open(namespace)
         for _ in range(TIERED.slab_count_max - 1):
             self.world.populate_slab()
-        if open_nvme:
-            self.world.open_nvme(self.disk)
+        if open_lower:
+            self.open_pools()
         self.engines = [self.new_engine(1, True), self.new_engine(1, False)]
         self.engines.append(self.new_engine(2, False))
         for engine in self.engines:
@@ -308,10 +341,54 @@ class TieredManagerMachine(BlockManagerMachine):
             shard_count=2 if namespace == SHARDED else 1,
         )
 
+    def open_pools(self) -> None:
+        for tier, disk in self.disks.items():
+            if tier not in self.world.lower:
+                self.world.open_lower(tier, disk)
+
+    def under_way(self) -> list[tuple[FakeMover, Transfer]]:
+        movers = [shell.mover for shell in self.world.lower.values()]
+        return [(mover, one) for mover in movers for one in mover.under_way]
+
+    def some_shell(self, pick: int) -> LowerShell:
+        shells = list(self.world.lower.values())
+        return shells[pick % len(shells)]
+
     @property
-    def mover(self) -> FakeMover:
-        assert self.world.nvme is not None
-        return self.world.nvme.mover
+    def read_count(self) -> int:
+        return sum(disk.block_counts["promote"] for disk in self.disks.values())
+
+
+class TwoRungsMachine(TieredManagerMachine):
+    """Above the pool a smaller one, volatile or not."""
+
+    config = TWO_RUNGS
+    read_counts: ClassVar[Counter[TierName]] = Counter()  # In all runs.
+
+    @initialize(
+        segment_counts=st.tuples(st.integers(2, 4), st.integers(3, 6)), is_volatile=st.booleans()
+    )
+    def start(self, segment_counts: tuple[int, int], is_volatile: bool) -> None:
+        cxl_count, nvme_count = segment_counts
+        self.disks[TierName.CXL] = FakeDisk(
+            segment_bytes=3 * SLOT_BYTES,
+            segment_count=cxl_count,
+            row_count_max=3,
+            is_volatile=is_volatile,
+        )
+        self.disks[TierName.NVME] = FakeDisk(
+            segment_bytes=4 * SLOT_BYTES,
+            segment_count=nvme_count,
+            row_count_max=4,
+            lane_count=2,
+        )
+        self.begin_and_use_all()
+        assert self.read_count > 0, "nothing comes up"
+
+    def teardown(self) -> None:
+        super().teardown()
+        for tier, disk in self.disks.items():
+            self.read_counts[tier] += disk.block_counts["promote"]
 
 
 @pytest.fixture(scope="class", autouse=True)
@@ -327,3 +404,12 @@ def small_slices() -> Iterator[None]:
 TestTieredManager = TieredManagerMachine.TestCase
 TestTieredManager.settings = machine_settings(examples=20, steps=40, shrinks=False)
 TestTieredManager.pytestmark = [pytest.mark.slow, pytest.mark.full_form]
+
+
+@pytest.mark.slow
+@pytest.mark.full_form
+class TestTwoRungs:
+    def test_both_laws_hold_and_blocks_come_up_from_either_tier(self) -> None:
+        settings = machine_settings(examples=20, steps=40, shrinks=False)
+        run_state_machine_as_test(TwoRungsMachine, settings=settings)
+        assert min(TwoRungsMachine.read_counts[tier] for tier in TWO_RUNGS.lower) > 0

@@ -114,11 +114,12 @@ class LoadSimulation(TieredSimulation):
         assert counts is not None
         return counts
 
-    def make_disk(self) -> FakeDisk:
+    def make_disks(self) -> dict[TierName, FakeDisk]:
         """Four times as much as fits in memory."""
-        return FakeDisk(
+        nvme = FakeDisk(
             segment_bytes=16 * SLOT_BYTES, segment_count=48, row_count_max=16, lane_count=2
         )
+        return {TierName.NVME: nvme}
 
     def next_prompt(self, namespace: NamespaceId) -> str:
         paths = self.conversations[namespace]

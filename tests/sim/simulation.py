@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
-from kvtier.types import BlockHash, Cut, NamespaceId
+from kvtier.types import BlockHash, Cut, NamespaceId, TierName
 from tests.support.fake_engine import FakeEngine, Held, Offload, Process
 from tests.support.world import World, chain, slots_of
 
@@ -53,6 +54,7 @@ class Hits:
     expected_count: int = 0
     leased_count: int = 0
     cut_count: int = 0  # Acquires that ended for another reason than a miss.
+    from_tier: Counter[TierName] = field(default_factory=Counter)  # Blocks leased, by place.
 
 
 class Simulation:
@@ -179,6 +181,7 @@ class Simulation:
 
         def granted(outcome: ins.LeaseGranted) -> None:
             is_excused = self.is_excused(namespace, asked_at)
+            self.hits.from_tier.update(dict(outcome.tiers))
             if outcome.cut in (Cut.NONE, Cut.MISS) and not is_excused:
                 # What has been lost while it waited is no fault.
                 self.hits.expected_count += min(expected, self.world.told_count(namespace, hashes))

@@ -1,4 +1,4 @@
-"""The core with an NVMe tier under faults; and what the tier is worth under load."""
+"""The core with tiers below memory under faults; and what NVMe is worth under load."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from tests.sim.load_simulation import (
     LoadSimulation,
 )
 from tests.sim.simulation import SLOT_BYTES
-from tests.sim.tiered_simulation import TieredSimulation
+from tests.sim.tiered_simulation import TieredSimulation, TwoRungsSimulation
 from tests.support.forms import is_torture, rounds, sim_seeds
 
 SEEDS = range(1000) if is_torture() else range(2)
+TWO_RUNGS_SEEDS = range(1000) if is_torture() else range(2)
 LOAD_SECONDS = rounds(short=40, full=600)
 NAMESPACE_COUNT = 3
 
@@ -33,6 +34,17 @@ NAMESPACE_COUNT = 3
 def test_right_bytes_or_a_miss_whatever_the_disk_does(seed: int) -> None:
     try:
         TieredSimulation(seed).run()
+    except Exception as error:
+        raise AssertionError(f"replay this with: make sim SEED={seed}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.full_form
+@pytest.mark.parametrize("seed", sim_seeds(TWO_RUNGS_SEEDS))
+def test_right_bytes_or_a_miss_from_two_tiers_below_memory(seed: int) -> None:
+    try:
+        hits = TwoRungsSimulation(seed).run()
+        assert min(hits.from_tier[tier] for tier in TwoRungsSimulation.config.lower) > 0, hits
     except Exception as error:
         raise AssertionError(f"replay this with: make sim SEED={seed}") from error
 
@@ -71,8 +83,7 @@ def loaded() -> LoadSimulation:
 @pytest.mark.full_form
 def test_what_is_resident_is_leased_from_either_tier(loaded: LoadSimulation) -> None:
     loaded.check_hits()
-    assert loaded.mover is not None
-    assert loaded.mover.block_counts["promote"] > loaded.hits.leased_count / 10
+    assert loaded.disk.block_counts["promote"] > loaded.hits.leased_count / 10
 
 
 @pytest.mark.slow

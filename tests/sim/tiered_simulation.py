@@ -1,8 +1,8 @@
-"""The core with an NVMe tier, in virtual time: memory and pool are far too small for what is asked.
+"""The core with tiers below memory, in virtual time: all are far too small for what is asked.
 
-The disk has lanes that write and read one batch after the other, stalls now and then, loses bits
-and fails; its slot table is written once a second; power is cut. With `faults` off only the stalls
-are left: what the tier is good for can be measured then.
+Each has a disk with lanes that write and read one batch after the other, stalls now and then, loses
+bits and fails; its slot table is written once a second; power is cut. With `faults` off only the
+stalls are left: what a tier is good for can be measured then.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from kvtier.core.settings import LowerSettings, ManagerConfig
 from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.sim.simulation import CONFIG, ONE_SHARD, RIVAL, SLOT_BYTES, TWO_SHARDS, Simulation
 from tests.support.fake_disk import FakeDisk
-from tests.support.fake_mover import FakeMover, Transfer
+from tests.support.fake_mover import Transfer
+from tests.support.lower_shell import LowerShell, readable_count
 
 TABLE_SECONDS = 1.0
 CUT_SECONDS = 12.0  # Mean time between two power cuts.
 STALL_SECONDS = 2.0
-BYTES_PER_SECOND = 400 * SLOT_BYTES
+BYTES_PER_SECOND = {TierName.CXL: 1600 * SLOT_BYTES, TierName.NVME: 400 * SLOT_BYTES}
 
 TIERED = replace(
     CONFIG,
@@ -42,7 +43,7 @@ TIERED = replace(
 
 
 class TieredSimulation(Simulation):
-    """All faults of the other simulation, and those of a disk."""
+    """All faults of the other simulation, and those of disks."""
 
     faults = True
     config = TIERED
@@ -57,9 +58,9 @@ class TieredSimulation(Simulation):
     def __init__(
         self, seed: int, make_manager: Callable[[ManagerConfig], BlockManager] | None = None
     ) -> None:
-        self.disk = self.make_disk()
+        self.disks = self.make_disks()
         self.cut_count = 0
-        self._free_at = [0.0] * self.disk.lane_count
+        self._free_at = {tier: [0.0] * disk.lane_count for tier, disk in self.disks.items()}
         self._planned: set[Transfer] = set()
         self._failed_at: dict[NamespaceId, float] = {}
         super().__init__(seed, make_manager)
@@ -67,20 +68,26 @@ class TieredSimulation(Simulation):
         if self.faults:
             self.later(CUT_SECONDS, self._cut_power)
 
-    def make_disk(self) -> FakeDisk:
-        return FakeDisk(
+    @property
+    def disk(self) -> FakeDisk:
+        return self.disks[TierName.NVME]
+
+    def make_disks(self) -> dict[TierName, FakeDisk]:
+        nvme = FakeDisk(
             segment_bytes=16 * SLOT_BYTES, segment_count=10, row_count_max=16, lane_count=2
         )
+        return {TierName.NVME: nvme}
 
     def start_daemon(self) -> None:
         super().start_daemon()
         manager = self.world.manager
 
-        def open_nvme() -> None:
+        def open_lower(tier: TierName) -> None:
             if self.world.manager is manager:
-                self.world.open_nvme(self.disk)
+                self.world.open_lower(tier, self.disks[tier])
 
-        self.later(0.5, open_nvme)
+        for tier in self.disks:
+            self.later(0.5, lambda tier=tier: open_lower(tier))
 
     def open_namespace(self, namespace: NamespaceId) -> None:
         """After a restart nobody may use it for a while; then it is opened, and joined."""
@@ -97,39 +104,32 @@ class TieredSimulation(Simulation):
 
         self.later(4.0, open_late)
 
-    @property
-    def mover(self) -> FakeMover | None:
-        return None if self.world.nvme is None else self.world.nvme.mover
-
-    # --------------------------------------------------------------------------------- the disk
+    # -------------------------------------------------------------------------------- the disks
 
     def _step(self) -> None:
         super()._step()
-        for one in self.mover.under_way if self.mover is not None else []:
-            if one not in self._planned:
-                self._plan(one)
+        for shell in self.world.lower.values():
+            for one in shell.mover.under_way:
+                if one not in self._planned:
+                    self._plan(shell, one)
 
-    def _plan(self, one: Transfer) -> None:
+    def _plan(self, shell: LowerShell, one: Transfer) -> None:
         """When its bytes move, and when it returns."""
         self._planned.add(one)
-        slots = one.asked.lower_slots.tolist()
-        lane = slots[0] // self.disk.row_count_max % self.disk.lane_count
+        slots, free_at = one.asked.lower_slots.tolist(), self._free_at[shell.tier]
+        lane = slots[0] // shell.disk.row_count_max % shell.disk.lane_count
         length_bytes = len(slots) * self.slot_bytes[one.asked.namespace]
-        begins_at = max(self.world.now, self._free_at[lane])
+        begins_at = max(self.world.now, free_at[lane])
         if self.chance.random() < 0.02:
             begins_at += self.chance.expovariate(1.0 / STALL_SECONDS)
-        self._free_at[lane] = ends_at = begins_at + length_bytes / BYTES_PER_SECOND
+        free_at[lane] = ends_at = begins_at + length_bytes / BYTES_PER_SECOND[shell.tier]
         for member in range(len(slots)):
             if self.chance.random() < 0.5:
-                self.at(begins_at, lambda member=member: self._move(one, member))
-        self.at(ends_at, lambda: self._end(one))
+                self.at(begins_at, lambda member=member: _move(shell, one, member))
+        self.at(ends_at, lambda: self._end(shell, one))
 
-    def _move(self, one: Transfer, member: int) -> None:
-        if self.mover is not None and one in self.mover.under_way:
-            self.mover.move(one, member)
-
-    def _end(self, one: Transfer) -> None:
-        if self.mover is None or one not in self.mover.under_way:
+    def _end(self, shell: LowerShell, one: Transfer) -> None:
+        if one not in shell.mover.under_way:
             return
         self._planned.discard(one)
         outcome = TransferOutcome.DONE
@@ -141,24 +141,28 @@ class TieredSimulation(Simulation):
             for engine in self.engines:
                 for slot in one.asked.slots.tolist():
                     engine.drop_corrupt(slot)
-        self.mover.finish(one, outcome)
+        shell.mover.finish(one, outcome)
 
     def _write_table(self) -> None:
         """Not always all of it, for power may be cut in the middle."""
         chosen = self.chance.getrandbits(16) if self.chance.random() < 0.3 else 0xFFFF
-        self.disk.write_table(lambda page: bool(chosen >> (page % 16) & 1))
-        if self.chance.random() < 0.5:
-            self.disk.sync()
+        is_synced = self.chance.random() < 0.5
+        for disk in self.disks.values():
+            disk.write_table(lambda page: bool(chosen >> (page % 16) & 1))
+            if is_synced:
+                disk.sync()
         self.later(TABLE_SECONDS, self._write_table)
 
     def _fault(self) -> None:
         if not self.faults:
             return
         super()._fault()
-        if self.disk.rows and self.chance.random() < 0.3:
-            self.disk.scribble(self.chance.choice(sorted(self.disk.rows)))
-        if self.world.nvme is not None and self.chance.random() < 0.03:  # Until power is cut.
-            self.world.nvme.worsen(readable=self.chance.random() < 0.5)
+        for disk in self.disks.values():
+            if disk.rows and self.chance.random() < 0.3:
+                disk.scribble(self.chance.choice(sorted(disk.rows)))
+        for shell in list(self.world.lower.values()):
+            if self.chance.random() < 0.03:  # Until power is cut.
+                shell.worsen(readable=self.chance.random() < 0.5)
 
     def _trouble_blocks(self, kind: str) -> None:
         super()._trouble_blocks(kind)
@@ -173,22 +177,57 @@ class TieredSimulation(Simulation):
         self.later(CUT_SECONDS, self._cut_power)
 
     def restart(self, keeps: Callable[[int], bool]) -> None:
-        """Once more, with other engines; the disk works again."""
+        """Once more, with other engines; the disks work again."""
         for engine in self.engines:
             engine.vanish()
         self.engines.clear()
-        if self.world.nvme is None:
-            self.disk.cut_power(keeps)
+        is_open = set(self.world.lower)
         self.world.restart(keeps)
-        self.disk.readable = True
+        for tier, disk in self.disks.items():
+            if tier not in is_open:
+                disk.cut_power(keeps)
+            disk.readable = True
         self._planned.clear()
         self.start_daemon()
 
     def is_excused(self, namespace: NamespaceId, since: float) -> bool:
-        """A read that was refused, a slab that was withdrawn: the blocks are there, on NVMe, and a
-        miss for whoever waited all the same."""
+        """A read that was refused, a slab that was withdrawn: the blocks are there, below memory,
+        and a miss for whoever waited all the same."""
         return self._failed_at.get(namespace, -1.0) >= since
 
     def expected_count(self, namespace: NamespaceId, hashes: list[BlockHash]) -> int:
         """Blocks whose bytes are lost are misses."""
-        return self.disk.readable_count(self.world.namespaces[namespace], hashes)
+        return readable_count(self.world.lower, self.world.namespaces[namespace], hashes)
+
+
+TWO_RUNGS = replace(
+    TIERED,
+    lower={
+        TierName.CXL: LowerSettings(
+            write_bytes_per_hour=1e12,
+            transfer_bytes_max=12 * SLOT_BYTES,
+            batch_blocks=4,
+            batch_bytes=8 * SLOT_BYTES,
+            retire_wait_seconds=1.0,
+            prefetch_fraction_max=0.3,
+        ),
+        **TIERED.lower,
+    },
+)
+
+
+class TwoRungsSimulation(TieredSimulation):
+    """Above the disk a smaller, faster one that a power cut empties."""
+
+    config = TWO_RUNGS
+
+    def make_disks(self) -> dict[TierName, FakeDisk]:
+        cxl = FakeDisk(
+            segment_bytes=8 * SLOT_BYTES, segment_count=10, row_count_max=8, is_volatile=True
+        )
+        return {TierName.CXL: cxl, **super().make_disks()}
+
+
+def _move(shell: LowerShell, one: Transfer, member: int) -> None:
+    if one in shell.mover.under_way:
+        shell.mover.move(one, member)

@@ -1,8 +1,9 @@
-"""The NVMe pool of the fake shell: what stands in its slots, and a slot table that lags behind.
+"""A pool of the fake shell below memory: what stands in its slots, and a table that lags behind.
 
 Bytes are *stamps*: what was last written to a slot, one value a shard. The table in memory is
 written to the disk by `write_table` only, a page here and a page there; a power cut keeps any
-mixture of old and new, of the table and of what was written since `sync`.
+mixture of old and new, of the table and of what was written since `sync`; where the pool is
+*volatile* it keeps nothing.
 """
 
 from __future__ import annotations
@@ -67,11 +68,14 @@ class FakeDisk:
     lane_count: int = 1
     life: int = 1
     readable: bool = True
+    is_volatile: bool = False
     stamps: dict[int, Stamp] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
     headers: dict[int, SegmentHeader] = field(default_factory=dict)
     scribbled: set[int] = field(default_factory=set)  # Their bytes are not what was written.
     written_count: int = 0
+    # Blocks that have moved well, since ever.
+    block_counts: dict[str, int] = field(default_factory=lambda: {"demote": 0, "promote": 0})
     _disk_rows: dict[int, Row] = field(default_factory=dict)
     _disk_headers: dict[int, SegmentHeader] = field(default_factory=dict)
     _unsynced: dict[int, Stamp] = field(default_factory=dict)  # Slot -> what stood there before.
@@ -93,20 +97,14 @@ class FakeDisk:
         self.stamps[slot] = (b"flipped",)
         self.scribbled.add(slot)
 
-    def readable_count(self, record: NamespaceRecord, hashes: Sequence[BlockHash]) -> int:
-        """Length of the prefix that is resident, and whose bytes here are as they should be."""
-        slot_of = {
-            row.block: slot
+    def right_blocks(self, record: NamespaceRecord) -> set[BlockHash]:
+        """Blocks of this namespace whose bytes here are as they should be."""
+        return {
+            row.block
             for slot, row in self.rows.items()
             if (row.fingerprint, row.epoch) == (record.fingerprint, record.epoch)
+            and self.is_right(slot, (row.block,) * record.shard_count)
         }
-        for count, block in enumerate(hashes):
-            if block in record.in_memory:
-                continue
-            stamp = (block,) * record.shard_count
-            if block not in record.on_nvme or not self.is_right(slot_of[block], stamp):
-                return count
-        return len(hashes)
 
     def is_right(self, slot: int, stamp: Stamp) -> bool:
         """Whether reading the slot brings this, and what the table says matches."""
@@ -172,7 +170,12 @@ class FakeDisk:
 
     def cut_power(self, keeps: Callable[[int], bool]) -> None:
         """What is not on the disk is gone; of what was on its way, `keeps` tells what arrives."""
-        self.write_table(keeps)
+        if self.is_volatile:
+            for part in (self.stamps, self._disk_rows, self._disk_headers, self._unsynced):
+                part.clear()
+            self.scribbled.clear()
+        else:
+            self.write_table(keeps)
         for slot, before in self._unsynced.items():
             if not keeps(slot):
                 self.stamps[slot] = before

@@ -2,12 +2,13 @@
 
 The shell here runs every instruction as the daemon would, keeps what watchers were told, and knows
 what each slot holds. Whatever the manager decides wrongly shows as a wrong byte (`read`), a wrong
-answer (`check`), or a slot that nobody gets back (`assert_all_free`). With `open_nvme` it has an
-NVMe pool as well (`nvme_shell.py`, `fake_disk.py`, `fake_mover.py`).
+answer (`check`), or a slot that nobody gets back (`assert_all_free`). With `open_lower` it has
+pools below memory as well (`lower_shell.py`, `fake_disk.py`, `fake_mover.py`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ from kvtier.types import (
     TierName,
 )
 from tests.support.fake_disk import FakeDisk, Stamp, checksum_of
-from tests.support.nvme_shell import NvmeShell
+from tests.support.fake_mover import Transfer
+from tests.support.lower_shell import LowerShell, origins_of
 
 HASH_BYTES = 32
 Outcome = ins.Reply | KVTierError
@@ -69,16 +71,25 @@ class NamespaceRecord:
     fingerprint: bytes
     is_open: bool = False
     in_memory: set[BlockHash] = field(default_factory=set)
-    on_nvme: set[BlockHash] = field(default_factory=set)
+    below: dict[TierName, set[BlockHash]] = field(default_factory=lambda: defaultdict(set))
     ever_ready: set[BlockHash] = field(default_factory=set)
     ready_at: dict[int, BlockHash] = field(default_factory=dict)  # Slot -> block, slot table.
 
     @property
+    def on_nvme(self) -> set[BlockHash]:
+        return self.below[TierName.NVME]
+
+    @property
     def stored(self) -> set[BlockHash]:
-        return self.in_memory | self.on_nvme
+        return self.in_memory.union(*self.below.values())
 
     def stored_in(self, tier: TierName) -> set[BlockHash]:
-        return self.in_memory if tier is TierName.DRAM else self.on_nvme
+        return self.in_memory if tier is TierName.DRAM else self.below[tier]
+
+    def forget_stored(self) -> None:
+        self.in_memory.clear()
+        self.below.clear()
+        self.ready_at.clear()
 
 
 @dataclass
@@ -113,7 +124,7 @@ class World:
         self.checksum_at: dict[int, int] = {}  # By the slot table.
         self.waiting: dict[LeaseId, Waiting] = {}
         self.granted: dict[LeaseId, ins.LeaseGranted] = {}  # Of those that were pending.
-        self.nvme: NvmeShell | None = None
+        self.lower: dict[TierName, LowerShell] = {}  # Opened; the fastest first.
         self.dropped_slots: set[int] = set()
         self.removed_count = 0
         self.reserved_watchers: list[Callable[[list[int]], None]] = []
@@ -128,8 +139,7 @@ class World:
     def start(self, event: ev.Event, on_outcome: OnOutcome | None = None) -> None:
         """Handle the first slice; what is left waits in `turns`."""
         if isinstance(event, ev.BlocksRecovered):
-            assert self.nvme is not None
-            taken_in = self.nvme.to_be_taken_in(event)
+            taken_in = self.lower[event.tier].to_be_taken_in(event)
         try:
             done = self.manager.handle(event, self.now)
         except KVTierError as error:
@@ -137,7 +147,7 @@ class World:
                 on_outcome(error)
             return
         if isinstance(event, ev.BlocksRecovered):
-            self.namespaces[event.namespace].on_nvme.update(taken_in)
+            self.namespaces[event.namespace].below[event.tier].update(taken_in)
         following = [one for one in done if isinstance(one, ins.Continue)]
         assert len(following) <= 1, "two events to continue with"
         assert done[len(done) - len(following) :] == following, "Continue is the last instruction"
@@ -185,8 +195,12 @@ class World:
         while self.checksums:
             self.compute_checksums(0)
             self.finish_turns()
-        if self.nvme is not None:
-            self.nvme.mover.finish_all()
+        for _ in range(100_000):
+            if not self.under_way:
+                break
+            for shell in self.lower.values():
+                shell.mover.finish_all()
+        assert not self.under_way, "transfers begin for ever"
         assert not self.waiting, f"leases {list(self.waiting)} wait for nothing"
 
     def run_quietly(self, event: ev.Event) -> None:
@@ -217,19 +231,31 @@ class World:
                 fingerprint=record.fingerprint,
             )
         )
-        if self.nvme is not None:
-            self.nvme.hand_over(namespace)
+        for shell in self.lower.values():
+            shell.hand_over(namespace)
 
-    def open_nvme(self, disk: FakeDisk) -> NvmeShell:
-        self.nvme = NvmeShell(self, disk)
-        self.nvme.open()
-        return self.nvme
+    def open_lower(self, tier: TierName, disk: FakeDisk) -> LowerShell:
+        self.lower[tier] = shell = LowerShell(self, tier, disk)
+        shell.open()
+        self.lower = {one: self.lower[one] for one in self.config.lower if one in self.lower}
+        return shell
+
+    def open_nvme(self, disk: FakeDisk) -> LowerShell:
+        return self.open_lower(TierName.NVME, disk)
+
+    @property
+    def nvme(self) -> LowerShell | None:
+        return self.lower.get(TierName.NVME)
+
+    @property
+    def under_way(self) -> list[Transfer]:
+        return [one for shell in self.lower.values() for one in shell.mover.under_way]
 
     def restart(self, keeps: Callable[[int], bool]) -> None:
         """Power is cut and the daemon started anew: memory is gone, and all who used it."""
-        if self.nvme is not None:
-            self.nvme.cut_power(keeps)
-            self.nvme = None
+        for shell in self.lower.values():
+            shell.cut_power(keeps)
+        self.lower.clear()
         self.manager = self._make(self.config)
         for part in (self.turns, self.checksums, self.reserved_watchers, self.drop_watchers):
             part.clear()
@@ -239,8 +265,7 @@ class World:
         self.dropped_slots.clear()
         for record in self.namespaces.values():
             record.is_open = False
-            for blocks in (record.in_memory, record.on_nvme, record.ready_at):
-                blocks.clear()
+            record.forget_stored()
 
     def populate_slab(self, node: int | None = None) -> None:
         self.run_quietly(ev.SlabPopulated(SlabId(self._next_slab), node))
@@ -292,6 +317,10 @@ class World:
         stored = self.namespaces[namespace].stored
         return next((i for i, block in enumerate(hashes) if block not in stored), len(hashes))
 
+    def assert_idle(self, slots: Sequence[int], *, is_source: bool = False) -> None:
+        for shell in self.lower.values():
+            shell.mover.assert_idle(slots, is_source=is_source)
+
     def check(self, chains: Sequence[Sequence[BlockHash]]) -> None:
         """Invariants hold, and every match is what watchers were told: no more, no less."""
         violations = self.manager.check_invariants()
@@ -306,12 +335,14 @@ class World:
                 count, memory_count = match.matched_count, match.memory_count
                 assert count == self.told_count(namespace, hashes), "a match is wrong"
                 assert sum(number for _, number in match.tiers) == count
+                if len(self.lower) == len(self.config.lower):
+                    assert dict(match.tiers) == origins_of(self.lower, record, hashes, match)
                 # An edge of what is in memory; there may be several.
                 beside = [block in record.in_memory for block in hashes[:count]]
                 assert memory_count == 0 or beside[memory_count - 1]
                 assert memory_count == count or not beside[memory_count]
-        if self.nvme is not None:
-            self.nvme.check()
+        for shell in self.lower.values():
+            shell.check()
 
     def assert_all_free(self) -> None:
         """Nobody is left: once evicted, every slot of every namespace is free again."""
@@ -326,8 +357,8 @@ class World:
         for counts in self.manager.stats().namespaces:
             assert counts.free_count == counts.slot_count, counts
             assert counts.block_count == 0, counts
-        if self.nvme is not None:
-            self.nvme.assert_all_free()
+        for shell in self.lower.values():
+            shell.assert_all_free()
 
     def clear(self, namespace: NamespaceId) -> None:
         if self.namespaces[namespace].is_open:
@@ -349,8 +380,7 @@ class World:
             case ins.DropSlabs():
                 self._drop(done)
             case ins.Demote() | ins.Promote():
-                assert self.nvme is not None
-                self.nvme.mover.begin(done)
+                self.lower[done.tier].mover.begin(done)
             case ins.LeaseGranted():
                 _check_granted(done)
             case ins.LeaseReady():
@@ -392,19 +422,16 @@ class World:
                 record = self.namespaces[done.namespace]
                 record.epoch = done.epoch
                 self.removed_count += len(record.stored)
-                for blocks in (record.in_memory, record.on_nvme, record.ever_ready):
-                    blocks.clear()
-                record.ready_at.clear()
+                record.forget_stored()
+                record.ever_ready.clear()
             case ins.BindSegments() | ins.WriteLowerReady() | ins.WriteLowerGone():
-                assert self.nvme is not None
-                self.nvme.note(done)
+                self.lower[done.tier].note(done)
 
     def _give(self, slots: list[int]) -> None:
         """Somebody may write to these slots from now on."""
         for watcher in self.reserved_watchers:
             watcher(slots)
-        if self.nvme is not None:
-            self.nvme.mover.assert_idle(slots)
+        self.assert_idle(slots)
         self.scribbled.difference_update(slots)
         for slot in slots:
             self.checksum_at.pop(slot, None)
@@ -422,8 +449,7 @@ class World:
         assert bound.slabs == done.slabs
         for watcher in self.drop_watchers:
             watcher(done.slabs)
-        if self.nvme is not None:
-            self.nvme.mover.assert_idle(bound.slots)
+        self.assert_idle(bound.slots)
         self.dropped_slots.update(bound.slots)
         for slot in bound.slots:
             self.namespaces[bound.namespace].ready_at.pop(slot, None)

@@ -1,28 +1,31 @@
-"""The fake shell's side of the NVMe tier: opens the pool, hands over what it held."""
+"""The fake shell's side of a tier below memory: opens the pool, hands over what it held."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core import lower_tier
-from kvtier.types import BlockHash, NamespaceId, PackedHashes
+from kvtier.core.stats import LowerCounts
+from kvtier.types import BlockHash, NamespaceId, PackedHashes, PrefixMatch, TierName
 from tests.support.fake_disk import FakeDisk, Found
 from tests.support.fake_mover import FakeMover
 
 if TYPE_CHECKING:
-    from tests.support.world import World
+    from tests.support.world import NamespaceRecord, World
 
 
-class NvmeShell:
+class LowerShell:
     """Belongs to a world; `disk` outlives it."""
 
-    def __init__(self, world: World, disk: FakeDisk) -> None:
+    def __init__(self, world: World, tier: TierName, disk: FakeDisk) -> None:
         self._world = world
+        self.tier = tier
         self.disk = disk
-        self.mover = FakeMover(world, disk)
+        self.mover = FakeMover(world, tier, disk)
         self._found: dict[bytes, Found] = {}  # Recovered, of namespaces that are not open.
 
     def open(self) -> None:
@@ -38,6 +41,7 @@ class NvmeShell:
                 lane_count=disk.lane_count,
                 sequence_first=disk.sequence_first,
                 lives=lives,
+                tier=self.tier,
             )
         )
         for namespace, record in self._world.namespaces.items():
@@ -56,13 +60,14 @@ class NvmeShell:
                     found.parents,
                     found.slots,
                     found.sequences,
+                    tier=self.tier,
                 )
             )
 
     def worsen(self, *, readable: bool) -> None:
         """Writes to the pool do not work any more, or nothing does."""
         self.disk.readable = self.disk.readable and readable
-        self._world.run_quietly(ev.LowerChanged(readable))
+        self._world.run_quietly(ev.LowerChanged(readable, self.tier))
 
     def cut_power(self, keeps: Callable[[int], bool]) -> None:
         self.mover.cut_power()
@@ -86,7 +91,7 @@ class NvmeShell:
     # --------------------------------------------------------------------------------- checking
 
     def to_be_taken_in(self, event: ev.BlocksRecovered) -> set[BlockHash]:
-        """Blocks of this slice that must be resident on NVMe after it."""
+        """Blocks of this slice that must be resident in this tier after it."""
         record, disk = self._world.namespaces[event.namespace], self.disk
         taken_in: set[BlockHash] = set()
         if event.epoch != record.epoch or not disk.readable:
@@ -99,21 +104,19 @@ class NvmeShell:
             life = disk.headers[slot // disk.row_count_max].sequence
             is_there = row is not None and row.block == hashes[one] and life == event.sequences[one]
             follows = parent == -1 or hashes[parent] in record.stored | taken_in
-            if is_there and follows and hashes[one] not in record.on_nvme:
+            if is_there and follows and hashes[one] not in record.below[self.tier]:
                 taken_in.add(hashes[one])
         return taken_in
 
     def check(self) -> None:
         """The core and the slot table agree on how many blocks there are."""
-        nvme = self._world.manager.stats().nvme
-        assert nvme is not None
-        assert nvme.block_count == self.disk.block_count(self._epochs()), "not as in its table"
+        block_count = self.disk.block_count(self._epochs())
+        assert self.counts.block_count == block_count, f"{self.tier}: not as in its table"
 
     def assert_all_free(self) -> None:
         """Every block of an open namespace is void: only segments that are being filled are left,
         and what belongs to namespaces that nobody has opened."""
-        nvme, disk = self._world.manager.stats().nvme, self.disk
-        assert nvme is not None
+        counts, disk = self.counts, self.disk
         is_open = {one.fingerprint for one in self._world.namespaces.values() if one.is_open}
         left = {
             slot // disk.row_count_max
@@ -121,8 +124,46 @@ class NvmeShell:
             if row.fingerprint not in is_open
         }
         filling_count = len(is_open) * disk.lane_count
-        assert nvme.demoting_count == nvme.promoting_count == 0, nvme
-        assert nvme.free_segment_count >= disk.segment_count - len(left) - filling_count, nvme
+        assert counts.demoting_count == counts.promoting_count == 0, counts
+        assert counts.free_segment_count >= disk.segment_count - len(left) - filling_count, counts
+
+    @property
+    def counts(self) -> LowerCounts:
+        return self._world.manager.stats().lower[self.tier]
 
     def _epochs(self) -> dict[bytes, int]:
         return {one.fingerprint: one.epoch for one in self._world.namespaces.values()}
+
+
+def readable_count(
+    shells: Mapping[TierName, LowerShell], record: NamespaceRecord, hashes: Sequence[BlockHash]
+) -> int:
+    """Length of the prefix that is resident, and whose bytes are as they should be wherever a block
+    might be read from."""
+    right = {
+        tier: shell.disk.right_blocks(record)
+        for tier, shell in shells.items()
+        if shell.disk.readable
+    }
+    for count, block in enumerate(hashes):
+        having = [tier for tier in right if block in record.below[tier]]
+        is_right = bool(having) and all(block in right[tier] for tier in having)
+        if block not in record.in_memory and not is_right:
+            return count
+    return len(hashes)
+
+
+def origins_of(
+    shells: Mapping[TierName, LowerShell],
+    record: NamespaceRecord,
+    hashes: Sequence[BlockHash],
+    match: PrefixMatch,
+) -> dict[TierName, int]:
+    """How many blocks of a match are where, if all tiers are open: behind what leads in memory each
+    counts for the fastest one that has it."""
+    readable = [tier for tier, shell in shells.items() if shell.disk.readable]
+    counts = Counter({TierName.DRAM: match.memory_count})
+    for block in hashes[match.memory_count : match.matched_count]:
+        having = [tier for tier in readable if block in record.below[tier]]
+        counts[having[0] if having else list(shells)[-1]] += 1
+    return dict(+counts)

@@ -130,7 +130,7 @@ class DramConfig:
 
 @dataclass(frozen=True, slots=True)
 class CxlConfig:
-    """The CXL tier. No daemon uses it yet: one that finds `node`, `dax` or `emulate` set ends."""
+    """The CXL tier, below DRAM and above NVMe; there is one with `node`, `dax` or `emulate` set."""
 
     node: int = option(
         ANY_NODE,
@@ -147,7 +147,7 @@ class CxlConfig:
         False,
         Switch(),
         "All who may connect are one tenant, so that engines may map the dax device, with every "
-        "block on it. Otherwise blocks reach them through DRAM.",
+        "block on it. Of no effect yet: blocks reach engines through DRAM.",
     )
     emulate: Emulation | None = option(
         None,

@@ -88,6 +88,7 @@ FRAME_ERRORS = [
     "other",
 ]
 TIERS = tuple(str(tier) for tier in TierName)
+CXL_STATES = ("absent", "populating", "on", "off")
 BUILT_TIERS = (str(TierName.DRAM), str(TierName.CXL), str(TierName.NVME))
 
 _SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
@@ -286,7 +287,12 @@ class Metrics:
         )
         self.cxl_transfer_seconds = {one: seconds.labels(one) for one in TRANSFERS}
         self.cxl_emulated = self._gauge(
-            "kvtier_cxl_emulated", "1 while the CXL tier is ordinary memory, slowed down.", {}
+            "kvtier_cxl_emulated_info", "1 while the CXL tier is ordinary memory, slowed down.", {}
+        )
+        self.cxl_state = self._gauge(
+            "kvtier_cxl_state",
+            "1 for the state that the CXL tier is in: off when it has got no memory at all.",
+            {"state": CXL_STATES},
         )
 
     def _declare_nvme(self) -> None:

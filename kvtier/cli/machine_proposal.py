@@ -130,22 +130,23 @@ def _names(nodes: tuple[Node, ...]) -> str:
 
 
 def _propose_cxl(machine: Machine, options: list[ProposedOption]) -> None:
-    """As comments: the daemon has no CXL tier yet."""
+    """One tier at most; the others, and devices that somebody may want else, as comments."""
+    largest = max(machine.memory_only_nodes, key=lambda node: node.memory_bytes, default=None)
     for node in machine.memory_only_nodes:
         reason = (
             f"Node {node.index} has {bytes_text(node.memory_bytes)} and no processors"
-            f"{_distance_text(machine, node)}{_speed_text(node)}: such as CXL memory. "
-            "The daemon has no CXL tier yet."
+            f"{_distance_text(machine, node)}{_speed_text(node)}: such as CXL memory."
         )
-        options.append(ProposedOption("cxl", "node", str(node.index), reason, is_set=False))
+        is_set = node is largest
+        options.append(ProposedOption("cxl", "node", str(node.index), reason, is_set=is_set))
     for device in machine.dax_devices:
         if device.is_mappable:
+            path = str(device.path)
             reason = (
                 f"{bytes_text(device.size_bytes)}, in steps of {bytes_text(device.align_bytes)}. "
-                "The daemon has no CXL tier yet."
+                f"First, if it holds nothing that is needed: kvtier format {path}"
             )
-            path = json.dumps(str(device.path))
-            options.append(ProposedOption("cxl", "dax", path, reason, is_set=False))
+            options.append(ProposedOption("cxl", "dax", json.dumps(path), reason, is_set=False))
 
 
 def _propose_nvme(machine: Machine, options: list[ProposedOption], notes: list[str]) -> None:

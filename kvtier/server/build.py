@@ -188,8 +188,7 @@ class _Builder:
             self.base,
             self.sessions,
             self.slabs,
-            NvmeReport(self.base, self.nvme),
-            CxlReport(self.base, self.cxl),
+            (CxlReport(self.base, self.cxl), NvmeReport(self.base, self.nvme)),
             generation=plan.generation,
             page_kind=plan.page_kind,
         )

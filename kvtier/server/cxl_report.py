@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.core.stats import LowerCounts
+from kvtier.metrics import CXL_STATES
 from kvtier.server.base import Base
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.types import TierName
@@ -12,7 +13,9 @@ CXL = str(TierName.CXL)
 
 
 class CxlReport:
-    """Belongs to the event loop; says nothing when there is no CXL tier."""
+    """Belongs to the event loop; says `absent` when there is no CXL tier."""
+
+    tier = TierName.CXL
 
     def __init__(self, base: Base, keeper: CxlKeeper | None) -> None:
         self._metrics = base.metrics
@@ -20,6 +23,9 @@ class CxlReport:
 
     def refresh(self, counts: LowerCounts | None) -> None:
         keeper, metrics = self._keeper, self._metrics
+        present = "absent" if keeper is None else keeper.state
+        for state in CXL_STATES:
+            metrics.cxl_state.labels(state).set(state == present)
         if keeper is None:
             return
         metrics.cxl_emulated.set(keeper.is_emulated)

@@ -68,6 +68,13 @@ class CxlKeeper:
         return self._memory.label
 
     @property
+    def state(self) -> str:
+        """One of metrics.CXL_STATES."""
+        if self._missing_count:
+            return "populating"
+        return "off" if self._slots is None else "on"
+
+    @property
     def is_emulated(self) -> bool:
         return self._memory.throttle_stats() is not None
 

@@ -17,6 +17,8 @@ _LEASING_CALLS = ("acquire", "get")
 class NvmeReport:
     """Belongs to the event loop; says `absent` when there is no NVMe tier."""
 
+    tier = TierName.NVME
+
     def __init__(self, base: Base, keeper: NvmeKeeper | None) -> None:
         self._clock = base.clock
         self._metrics = base.metrics

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvtier.core.stats import ManagerStats, NamespaceCounts
+from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts
 from kvtier.metrics import LIMITS, SESSION_STATES
 from kvtier.server.base import Base
-from kvtier.server.cxl_report import CxlReport
-from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.types import PROTOCOL_VERSION, TierName
@@ -29,6 +28,20 @@ class Limit:
     used: Callable[[], int]
 
 
+class TierReport(Protocol):
+    """What a tier below memory says of itself."""
+
+    tier: TierName
+
+    def refresh(self, counts: LowerCounts | None) -> None:
+        """Set its gauges; without counts while the core knows nothing of it."""
+        ...
+
+    def tier_stats(self, counts: LowerCounts | None) -> list[pb.TierStats]:
+        """Its row; none where there is no such tier."""
+        ...
+
+
 class Reporter:
     """Refreshes the gauges and puts the answers together; belongs to the event loop."""
 
@@ -37,8 +50,7 @@ class Reporter:
         base: Base,
         sessions: Sessions,
         slabs: SlabKeeper,
-        nvme: NvmeReport,
-        cxl: CxlReport,
+        lower: Sequence[TierReport],
         *,
         generation: int,
         page_kind: str,
@@ -47,8 +59,7 @@ class Reporter:
         self._namespaces = base.namespaces
         self._sessions = sessions
         self._slabs = slabs
-        self._nvme = nvme
-        self._cxl = cxl
+        self._lower = lower
         self._clock = base.clock
         self._metrics = base.metrics
         self._generation = generation
@@ -74,8 +85,11 @@ class Reporter:
             draining=stats.draining,
             tiers=[
                 self._tier_stats(stats),
-                *self._cxl.tier_stats(stats.lower.get(TierName.CXL)),
-                *self._nvme.tier_stats(stats.nvme),
+                *(
+                    tier
+                    for report in self._lower
+                    for tier in report.tier_stats(stats.lower.get(report.tier))
+                ),
             ],
             namespaces=[self._namespace_stats(one) for one in stats.namespaces],
             sessions=self._session_stats(stats),
@@ -158,8 +172,8 @@ class Reporter:
         for limit in self._limits:
             metrics.limit_max.labels(limit.name).set(limit.max_count)
             metrics.limit_used.labels(limit.name).set(limit.used())
-        self._nvme.refresh(stats.nvme)
-        self._cxl.refresh(stats.lower.get(TierName.CXL))
+        for report in self._lower:
+            report.refresh(stats.lower.get(report.tier))
         return stats
 
 

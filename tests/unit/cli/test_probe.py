@@ -121,6 +121,7 @@ def test_cxl_memory_beside_one_socket_keeps_the_dram_tier_off_it(tmp_path: Path)
     assert "230.0 GiB are available beside processors on node 0" in reason
     [node] = machine.memory_only_nodes
     assert (node.index, machine.has_demotion) == (1, True)
+    assert loaded.cxl.node == 1
     comments = comments_of(machine)
     assert any("Node 1 has 128.0 GiB and no processors, at distance 20" in one for one in comments)
     assert any("29.4 GB/s as its firmware says" in one for one in comments)

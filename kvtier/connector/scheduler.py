@@ -9,7 +9,7 @@ hooks answer as if there were no kvtier, and what the engine waits for is told i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -230,6 +230,15 @@ class SchedulerConnector:
         that never calls this gets them back within `finish_wait_seconds`.
         """
         self._offloader.lingering.give_up(block_count)
+
+    @_hook(without=_nothing)
+    def on_blocks_invalid(self, device_blocks: Collection[int]) -> None:
+        """The engine has computed on device blocks whose KV is wrong, and does so again.
+
+        What is being offloaded of their requests is thrown away; these offload again only after
+        they were preempted.
+        """
+        self._offloader.distrust(device_blocks)
 
     @_hook(without=_nothing)
     def reset(self, spec: NamespaceSpec) -> None:

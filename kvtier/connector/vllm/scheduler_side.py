@@ -266,6 +266,8 @@ class SchedulerSide:
             )
         self._meter.note_output(results)
         self._reuse.note_results(results)
+        if bad_blocks:  # Another connector's: in the step that loaded them they counted as good.
+            core.on_blocks_invalid(bad_blocks)
         self._take_outcome(core, results)
 
     def _take_outcome(self, core: SchedulerConnector, results: Sequence[JobResult]) -> None:

@@ -38,6 +38,7 @@ import xxhash
 from kvtier.clock import Clock, SystemClock
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
@@ -114,9 +115,16 @@ class FilesEngine:
     """Implements `RemoteEngine`."""
 
     def __init__(
-        self, settings: FilesSettings, *, unique: str, clock: Clock = SystemClock()
+        self,
+        settings: FilesSettings,
+        *,
+        unique: str,
+        clock: Clock = SystemClock(),
+        buffers: Buffers | None = None,
     ) -> None:
-        """`unique`: of this life of this daemon, for the names of files being written."""
+        """`unique`: of this life of this daemon, for the names of files being written. `buffers`:
+        where values are taken from."""
+        self._buffers = buffers or Buffers()
         self._clock = clock
         self._touched: dict[Path, float] = {}  # When to touch it again.
         self._root = settings.root
@@ -208,7 +216,7 @@ class FilesEngine:
             status = await self._in_thread(os.fstat, file.fileno())
             if status.st_size > value_bytes_max:
                 return Reply(RemoteOutcome.FAILED)
-            value = np.empty(status.st_size, np.uint8)
+            value = self._buffers.take(status.st_size)
             done = 0
             while done < value.nbytes:
                 count = await file.readinto(value[done:].data)

@@ -247,10 +247,19 @@ class SchedulerConnector:
         Requests that were begun before offload again only after they were preempted: their KV may
         mix both weights. Onboards under way are reported as failed.
         """
-        requests = list(self._requests.values())
-        self._offloader.reset(requests)
-        self._onboarder.reset(requests)
+        self._end_life()
         self._desk.begin_life(spec)
+
+    @_hook(without=_nothing)
+    def clear(self, spare: NamespaceSpec) -> None:
+        """As `reset`, but stay in the namespace, which must be this engine's alone.
+
+        A daemon holds a bounded number of namespaces in its life, and an engine may be reset at
+        every step of a training. Nothing is asked for until the daemon has voided it; where it
+        does not, go on in `spare`.
+        """
+        self._end_life()
+        self._desk.clear(spare)
 
     @_hook(without=_nothing)
     def hint(
@@ -275,6 +284,11 @@ class SchedulerConnector:
                 desk.ignore,
                 urgent=False,
             )
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """The namespace that is planned for."""
+        return self._desk.spec
 
     @property
     def has_work(self) -> bool:
@@ -340,6 +354,11 @@ class SchedulerConnector:
         for request in list(self._requests.values()):
             self._onboarder.end(request)
         self._offloader.close()
+
+    def _end_life(self) -> None:
+        requests = list(self._requests.values())
+        self._offloader.reset(requests)
+        self._onboarder.reset(requests)
 
     def _settle(self, results: Sequence[JobResult]) -> StepOutcome:
         self._promises.reported(results)

@@ -219,6 +219,7 @@ class SchedulerConnector:
         self._offloader.preempt(request, is_held=is_held)
         request.hold_flights(onboards_only=not is_held)
         request.may_offload = True
+        request.is_counted = False  # It asks anew, for what it may onboard once more.
         self._onboarder.restart(request)
         return self._promises.ended(request_id, is_held=request.hold_count > 0)
 

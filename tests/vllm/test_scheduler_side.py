@@ -223,7 +223,7 @@ def test_preempted_request_comes_back_with_what_it_had_offloaded(tiny_llama: Pat
     requests = [rig.add(f"r{n}", prompt_of(60, seed=n), tokens=80) for n in range(3)]
     rig.run()
     assert sum(r.num_preemptions for r in requests) > 0
-    assert rig.core.stats().onboarded_blocks > 0
+    assert 0 < rig.core.stats().onboarded_blocks <= rig.core.stats().asked_blocks
     rig.check_nothing_left()
 
 

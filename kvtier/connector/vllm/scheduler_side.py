@@ -263,9 +263,10 @@ class SchedulerSide:
         bad_blocks = output.invalid_block_ids or ()
         for request_id in output.finished_recving or ():
             loaded = self._loading.pop(request_id, ())
-            self._meter.note_received(
-                request_id, is_good=all(block not in bad_blocks for block in loaded)
-            )
+            is_good = all(block not in bad_blocks for block in loaded)
+            self._meter.note_received(request_id, is_good=is_good)
+            if loaded and is_good and (tracked := self._requests.get(request_id)) is not None:
+                tracked.is_miss_noted = True  # Whatever becomes of it, it got something.
         self._meter.note_output(results)
         self._reuse.note_results(results)
         if bad_blocks:  # Another connector's: in the step that loaded them they counted as good.

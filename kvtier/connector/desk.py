@@ -35,6 +35,7 @@ class Desk:
         self.control = control
         self.stats = ConnectorStats()
         self.life = 0  # Counts resets: what was planned in another life is void.
+        self.is_clearing = False  # The daemon is yet to void the namespace.
         self.spec = spec
         self.namespace: Any = client.open_namespace(spec)
         self.requests: dict[str, Request] = {}
@@ -46,7 +47,7 @@ class Desk:
     def session(self) -> Any | None:
         """The session to plan under; None while there is none, or none that passes slots."""
         client = self.client
-        if not client.connected or client.by_value:
+        if self.is_clearing or not client.connected or client.by_value:
             return None
         state = self.namespace.state
         session = client.session
@@ -60,8 +61,28 @@ class Desk:
 
     def begin_life(self, spec: NamespaceSpec) -> None:
         self.life += 1
+        self.is_clearing = False
         self.spec = spec
         self.namespace = self.client.open_namespace(spec)
+
+    def clear(self, spare: NamespaceSpec) -> None:
+        """Begin a life in the same namespace, once the daemon has voided it; else in `spare`."""
+        self.life += 1
+        if self.is_clearing:
+            return  # Nothing has been stored since that was asked for.
+        self.is_clearing = True
+        namespace = self.namespace
+
+        def on_answer(answer: int | KVTierError) -> None:
+            self.ignore(answer)
+            if namespace is not self.namespace:
+                return
+            self.is_clearing = False
+            if isinstance(answer, KVTierError):
+                self.begin_life(spare)
+
+        if not self.ask_waiting(lambda: self.client.clear(namespace), on_answer):
+            self.begin_life(spare)
 
     def ask(
         self,

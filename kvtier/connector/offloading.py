@@ -7,7 +7,7 @@ blocks on their way, supply.py the slots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -292,6 +292,20 @@ class Offloader:
             else:
                 self._withdraw(flight, "preempted")
         self._forget(request)
+
+    def distrust(self, device_blocks: Collection[int]) -> None:
+        """These hold what their hashes do not stand for, and so does what was computed on them."""
+        for request in list(self._desk.requests.values()):
+            if set(request.device_blocks).isdisjoint(device_blocks):
+                continue
+            for flight in list(request.flights.values()):
+                if not isinstance(flight, OffloadFlight):
+                    continue
+                if flight.is_planned:
+                    flight.doomed = "invalid"
+                else:
+                    self._withdraw(flight, "invalid")
+            self._stop(request)
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Another namespace: nothing planned before may be committed."""

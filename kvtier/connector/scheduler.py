@@ -9,7 +9,7 @@ hooks answer as if there were no kvtier, and what the engine waits for is told i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -219,6 +219,7 @@ class SchedulerConnector:
         self._offloader.preempt(request, is_held=is_held)
         request.hold_flights(onboards_only=not is_held)
         request.may_offload = True
+        request.is_counted = False  # It asks anew, for what it may onboard once more.
         self._onboarder.restart(request)
         return self._promises.ended(request_id, is_held=request.hold_count > 0)
 
@@ -232,16 +233,34 @@ class SchedulerConnector:
         self._offloader.lingering.give_up(block_count)
 
     @_hook(without=_nothing)
+    def on_blocks_invalid(self, device_blocks: Collection[int]) -> None:
+        """The engine has computed on device blocks whose KV is wrong, and does so again.
+
+        What is being offloaded of their requests is thrown away; these offload again only after
+        they were preempted.
+        """
+        self._offloader.distrust(device_blocks)
+
+    @_hook(without=_nothing)
     def reset(self, spec: NamespaceSpec) -> None:
         """The engine dropped its own KV (new weights): go on in another namespace.
 
         Requests that were begun before offload again only after they were preempted: their KV may
         mix both weights. Onboards under way are reported as failed.
         """
-        requests = list(self._requests.values())
-        self._offloader.reset(requests)
-        self._onboarder.reset(requests)
+        self._end_life()
         self._desk.begin_life(spec)
+
+    @_hook(without=_nothing)
+    def clear(self, spare: NamespaceSpec) -> None:
+        """As `reset`, but stay in the namespace, which must be this engine's alone.
+
+        A daemon holds a bounded number of namespaces in its life, and an engine may be reset at
+        every step of a training. Nothing is asked for until the daemon has voided it; where it
+        does not, go on in `spare`.
+        """
+        self._end_life()
+        self._desk.clear(spare)
 
     @_hook(without=_nothing)
     def hint(
@@ -266,6 +285,11 @@ class SchedulerConnector:
                 desk.ignore,
                 urgent=False,
             )
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """The namespace that is planned for."""
+        return self._desk.spec
 
     @property
     def has_work(self) -> bool:
@@ -331,6 +355,11 @@ class SchedulerConnector:
         for request in list(self._requests.values()):
             self._onboarder.end(request)
         self._offloader.close()
+
+    def _end_life(self) -> None:
+        requests = list(self._requests.values())
+        self._offloader.reset(requests)
+        self._onboarder.reset(requests)
 
     def _settle(self, results: Sequence[JobResult]) -> StepOutcome:
         self._promises.reported(results)

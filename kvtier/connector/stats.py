@@ -14,7 +14,8 @@ class ConnectorStats:
     blocks dropped after planning.
     """
 
-    asked_blocks: int = 0  # Of first attempts: prompt blocks the engine did not have itself.
+    # Of first attempts, also after a preemption: blocks that the engine did not have itself.
+    asked_blocks: int = 0
     matched_blocks: int = 0  # Of these, leased.
     onboarded_blocks: int = 0
     onboarded_tier_blocks: Counter[str] = field(default_factory=Counter)  # By tier they were in.

@@ -106,6 +106,8 @@ class DeviceBlocks:
         if before.token_count and seconds < _STEP_SECONDS_MAX:
             copied = step.stored_bytes - before.stored_bytes
             self._throttle.note_step(seconds, before.token_count, copied)
+        if not token_count:
+            self._throttle.note_idle()
 
     def _may_store(self, bytes_count: int) -> bool:
         throttle = self._throttle

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.types import TierName
+
+log = logging.getLogger(__name__)
 
 
 def request_wait_seconds(settings: ConnectorSettings, lower_bytes: int) -> float:
@@ -58,18 +61,27 @@ class WaitingThreads:
 
     def run(self, call: Callable[[], None]) -> None:
         """Run it now, or as soon as a thread is free. From one thread only."""
-        self._calls.put(call)
-        if self._idle.acquire(blocking=False) or len(self._threads) >= self._count_max:
-            return
-        number = len(self._threads)
-        thread = threading.Thread(target=self._run, name=f"{self._name}-{number}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self._count_max:
+            self._start_another()
+        if self._threads:
+            self._calls.put(call)
+        else:  # Nobody else ever would.
+            call()
 
     def close(self) -> None:
         """End every thread, after the calls given to `run` before."""
         for _ in self._threads:
             self._calls.put(None)
+
+    def _start_another(self) -> None:
+        number = len(self._threads)
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # The machine, or a container's limit, has none to give.
+            log.warning("connector calls that wait have no thread of their own: %s", error)
+            return
+        self._threads.append(thread)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

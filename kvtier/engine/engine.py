@@ -41,6 +41,14 @@ class TokenOutput:
     result: RequestResult | None = None
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """What was computed beside a load whose end is not known yet."""
+
+    generator_state: torch.Tensor  # Before the token was drawn.
+    token_id: int | None = None
+
+
 class Engine:
     """A model, its KV tensor and the requests that share them."""
 
@@ -64,8 +72,7 @@ class Engine:
         self._clock = clock
         self._pause = pause
         self._requests: dict[str, Request] = {}
-        # Computed beside loads whose end is not known yet, with their token if there is one.
-        self._ahead: dict[ScheduledTokens, int | None] = {}
+        self._ahead: dict[ScheduledTokens, _Ahead] = {}
         self._numbers = itertools.count()
 
     @property
@@ -105,12 +112,12 @@ class Engine:
             if scheduled.load is Load.NONE:
                 self.scheduler.on_computed(scheduled)
             else:
-                self._ahead[scheduled] = None
+                self._ahead[scheduled] = _Ahead(scheduled.request.generator.get_state())
         for scheduled, token_id in zip(sampled, self._pick(forward, sampled), strict=True):
             if scheduled.load is Load.NONE:
                 outputs.append(self._append(scheduled.request, token_id))
             else:
-                self._ahead[scheduled] = token_id
+                self._ahead[scheduled].token_id = token_id
         self._exchange()
         return outputs + self._settle_soon()
 
@@ -219,20 +226,23 @@ class Engine:
     def _settle(self) -> list[TokenOutput]:
         """Give out, or throw away, the tokens computed beside loads that have ended."""
         outputs = []
-        for ahead, token_id in list(self._ahead.items()):
-            if ahead.request.state is RequestState.FINISHED:
-                del self._ahead[ahead]
-            elif ahead.load is not Load.UNDER_WAY:
-                del self._ahead[ahead]
-                if self.scheduler.settle(ahead) and token_id is not None:
-                    outputs.append(self._append(ahead.request, token_id))
+        for scheduled, ahead in list(self._ahead.items()):
+            request = scheduled.request
+            if request.state is RequestState.FINISHED:
+                del self._ahead[scheduled]
+            elif scheduled.load is not Load.UNDER_WAY:
+                del self._ahead[scheduled]
+                if not self.scheduler.settle(scheduled):
+                    request.generator.set_state(ahead.generator_state)
+                elif ahead.token_id is not None:
+                    outputs.append(self._append(request, ahead.token_id))
         return outputs
 
     def _settle_soon(self) -> list[TokenOutput]:
         """As `_settle`; where a token is there its load has ended, and word of it is on its way."""
         outputs = self._settle()
         for _ in range(VERDICT_LOOKS):
-            if all(token_id is None for token_id in self._ahead.values()):
+            if all(ahead.token_id is None for ahead in self._ahead.values()):
                 break
             self._pause(VERDICT_SECONDS)
             self._exchange()

@@ -87,6 +87,10 @@ class StoreThrottle:
         """Whether nothing is sent for some steps, to see how long they take alone."""
         return self._held_steps > 0
 
+    def note_idle(self) -> None:
+        """The engine computes nothing: there are no steps to hold copies for."""
+        self._held_steps = 0
+
     def may_send(self, bytes_count: int, now: float) -> bool:
         """Whether to send a piece now; if so it is paid for, the last one on credit."""
         if self._filled_at is not None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvtier.clock import SystemClock
+from kvtier.io.threads import IoThreads
 from kvtier.pools.remote.breaker import BreakerState
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome
 from kvtier.pools.remote.files import (
@@ -27,7 +28,7 @@ from kvtier.pools.remote.files import (
     outcome_of,
     prepare_root,
 )
-from kvtier.pools.remote.files_owner import FilesOwner, OwnerSettings
+from kvtier.pools.remote.files_owner import FilesOwner, OwnerRound, OwnerSettings, keep_bounded
 from kvtier.pools.remote.frame import FrameFault
 from tests.support.clock import ManualClock
 from tests.support.processes import eventually
@@ -253,6 +254,24 @@ def test_an_owner_that_resigns_is_followed_at_once(root: Path) -> None:
     assert one.run_round().is_owner
     one.resign()
     assert other.run_round().is_owner
+
+
+def test_values_are_counted_and_evicted_while_they_are_put(root: Path) -> None:
+    async def work(engine: FilesEngine) -> None:
+        told: asyncio.Queue[OwnerRound | OSError] = asyncio.Queue()
+        owner = owner_of(root, "me", 20_000, start_ratio=0.5, stop_ratio=0.25)
+        threads = IoThreads("test-owner", count=1)
+        keeping = asyncio.ensure_future(keep_bounded(owner, threads, told.put_nowait))
+        assert await told.get() == OwnerRound(is_owner=True)
+        assert await put(engine, *range(15)) == [DONE] * 15
+        evicting = await told.get()
+        assert isinstance(evicting, OwnerRound)
+        assert (evicting.evicted_count, evicting.used_bytes) == (10, 5000)
+        keeping.cancel()
+        threads.shutdown(wait=False)
+        assert (await engine.health(timeout_seconds=SECONDS)).used_bytes == 5000
+
+    play(root, work, capacity_bytes=20_000)
 
 
 def test_leftovers_of_dead_writers_are_removed_and_fresh_ones_stay(root: Path) -> None:

@@ -365,7 +365,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         if what == "reset":
             self.reset()
         elif what == "clear":
-            client.clear(self.rig.namespace)
+            client.void(self.rig.namespace)
         elif what == "recall":
             client.recall(self.rig.namespace, 3)
         elif what == "disconnect":

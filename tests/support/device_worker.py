@@ -51,6 +51,7 @@ class DeviceMemoryWorker:
         self._watch = CopyWatch(gpu, self._client.memory[0])
 
     def note_step(self, token_count: int) -> None:
+        self._blocks.step_tokens.append(token_count)
         self._worker.note_step(token_count)
 
     def follow_layer(self, layer: int) -> None:

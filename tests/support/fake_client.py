@@ -219,11 +219,9 @@ class FakeClient:
         pinned = {slot for slots in self.leases.values() for slot in slots}
         return any(namespace.resident.get(name) in pinned for name in hashes)
 
-    def clear(self, namespace: FakeNamespace) -> None:
-        self._void(namespace)
+    def void(self, namespace: FakeNamespace) -> None:
+        """Somebody cleared it."""
         namespace.epoch += 1
-
-    def _void(self, namespace: FakeNamespace) -> None:
         pinned = {slot for slots in self.leases.values() for slot in slots}
         for slot in namespace.resident.values():
             (self._waste if slot in pinned else self.free).append(slot)
@@ -366,6 +364,11 @@ class FakeClient:
             del self.reserved[slot]
             self.free.append(slot)
         return len(slots)
+
+    def clear(self, namespace: FakeNamespace) -> int:
+        self._begin("clear")
+        self.void(namespace)
+        return namespace.epoch
 
     def hint(
         self,

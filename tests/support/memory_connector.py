@@ -50,6 +50,7 @@ class MemoryBlocks:
     preempted_count: int = 0
     asked: list[tuple[str, int, int | None]] = field(default_factory=list)
     overwritten: list[bytes] = field(default_factory=list)  # Must stay empty.
+    step_tokens: list[int] = field(default_factory=list)  # Of each step, as the worker is told.
     slots: dict[bytes, int] = field(default_factory=dict)
     slab: HostSlab | None = None  # Of engines on a fake GPU.
 
@@ -185,7 +186,7 @@ class MemoryWorker:
         self._poll_count = 0
 
     def note_step(self, token_count: int) -> None:
-        pass
+        self._blocks.step_tokens.append(token_count)
 
     def follow_layer(self, layer: int) -> None:
         raise AssertionError("loads do not go by layers here")

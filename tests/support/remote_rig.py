@@ -23,6 +23,7 @@ from kvtier.pools.remote.blocks import (
 )
 from kvtier.pools.remote.breaker import BreakerSettings
 from kvtier.pools.remote.breaking import BreakingEngine
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome
 from kvtier.pools.remote.keys import block_key
 from kvtier.types import BlockHash
@@ -60,6 +61,7 @@ class RemoteRig:
     clock: Clock = field(default_factory=SystemClock)
     chooser: CodecChooser | None = None
     settings: BreakerSettings = BREAKER
+    buffers: Buffers = field(default_factory=Buffers)
 
     def __post_init__(self) -> None:
         self.epochs = SetEpoch()
@@ -74,6 +76,7 @@ class RemoteRig:
             chooser=self.chooser or FixedCodec(self.codec),
             threads=self.threads,
             clock=self.clock,
+            buffers=self.buffers,
         )
 
     def views_of(self, number: int) -> BlockViews:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from kvtier.pools.remote.engine import RemoteOutcome
+from kvtier.pools.remote.frame import FrameFault
 from tests.support.remote_rig import RemoteRig
 
 # How much longer than its deadline a call may take on a busy machine.
@@ -45,4 +46,6 @@ class Traffic:
             await self.step()
 
     def check(self) -> None:
+        """No call was late, and no answer was that of another call."""
+        assert not set(self.endings) & {fault.value for fault in FrameFault}, self.endings
         assert self.longest_seconds < self._deadline_seconds + SLACK_SECONDS

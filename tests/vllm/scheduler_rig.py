@@ -115,7 +115,7 @@ class SchedulerRig:
         self.copier = DeviceCopier(self.device_block_count)
         self.config = vllm_config(self.model, self.transfer, **self.scheduling)
         self.weights = "v1"
-        self._weights: dict[bytes, str] = {}  # By namespace.
+        self._weights: dict[tuple[Any, int], str] = {}  # By namespace and epoch.
         self.finished: list[str] = []
         self.orders: list[Any] = []
         self.connect()
@@ -304,9 +304,10 @@ class SchedulerRig:
 
     def _check_resident(self) -> None:
         """What the daemon holds is what was computed, under the weights of its namespace."""
-        self._weights.setdefault(self.side._spec.fingerprint(), self.weights)
-        for fingerprint, namespace in self.client.namespaces.items():
-            weights = self._weights.get(fingerprint)
+        current = self.core._desk.namespace
+        self._weights.setdefault((current, current.epoch), self.weights)
+        for namespace in self.client.namespaces.values():
+            weights = self._weights.get((namespace, namespace.epoch))
             for block_hash, slot in namespace.resident.items():
                 wanted = content_of(block_hash, weights=weights or self.weights)
                 found = self.client.memory[0, slot]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.vllm.measuring import Meter
 from tests.support.clock import ManualClock
+from tests.vllm.scheduler_rig import SchedulerRig, prompt_of
 
 pytestmark = pytest.mark.vllm
 
@@ -23,3 +27,22 @@ def test_deadline_of_a_request_told_before_is_not_the_next_ones_reason() -> None
     told = meter.take(stats)
     assert told is not None
     assert told.data == {"missed_requests absent": 1}
+
+
+def test_request_that_was_preempted_after_its_hit_did_not_get_nothing(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = SchedulerRig(tiny_llama)
+    rig.add("stored", prompt_of(100), tokens=1)
+    rig.run()
+    rig.restart()
+    missed: list[Any] = []
+    monkeypatch.setattr(rig.side._meter, "note_miss", lambda *_, **__: missed.append(1))
+    rig.add("again", prompt_of(100), tokens=20)
+    while rig.core.stats().onboarded_blocks < 6 or not rig.scheduler.running:
+        rig.step()
+    rig.client.void(rig.core._desk.namespace)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.run()
+    assert missed == []
+    rig.check_nothing_left()

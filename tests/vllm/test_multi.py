@@ -57,7 +57,8 @@ class MultiEngine(VllmEngine):
 
 
 def ours_of(multi: Any) -> KVTierConnector:
-    (found,) = (c for c in multi.sub_connectors if isinstance(c, KVTierConnector))
+    connectors = getattr(multi, "sub_connectors", None) or multi._connectors  # As before 0.32.
+    (found,) = (c for c in connectors if isinstance(c, KVTierConnector))
     return found
 
 

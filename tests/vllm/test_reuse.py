@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.connector_rig import content_of
-from tests.vllm.scheduler_rig import BLOCK_TOKENS, SchedulerRig, prompt_of, with_settings
+from tests.vllm.runner_v2 import RunnerV2Rig
+from tests.vllm.scheduler_rig import BLOCK_TOKENS, JUNK, SchedulerRig, prompt_of, with_settings
 
 pytestmark = pytest.mark.vllm
 
@@ -118,4 +119,47 @@ def test_blocks_of_an_ended_request_are_watched_when_another_one_of_its_id_ends(
         rig.step()
     slots_come(rig, free)
     assert rig.core.stats().dropped_blocks["blocks_short"] == 6
+    rig.check_nothing_left()
+
+
+class OtherFails:
+    """A connector before ours that loads request "b" within its first step, and wrongly; it says so
+    with that step's output, when the next step is under way."""
+
+    def __init__(self, rig: RunnerV2Rig) -> None:
+        self._rig, self._ours = rig, rig.side
+        self._loaded: list[int] = []
+        self._failed: set[int] = set()
+        rig.connector.get_num_new_matched_tokens = self.matched
+        rig.connector.update_state_after_alloc = self.allocated
+        rig.worker_half.get_block_ids_with_load_errors = self.failed
+        # One step builds on wrong KV before vLLM hears of it; its output is thrown away.
+        rig._check_block = lambda *_: None  # type: ignore[method-assign]
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        ours = self._ours.get_matched_tokens(request, local_tokens)
+        return (96, False) if request.request_id == "b" and not self._loaded else ours
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        if request.request_id == "b" and tokens:
+            self._loaded = [block.block_id for block in blocks.blocks[0][: tokens // BLOCK_TOKENS]]
+            self._failed = set(self._loaded)
+            self._rig.copier.blocks[self._loaded] = JUNK
+        self._ours.on_allocated(request, blocks, 0)
+
+    def failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+
+def test_what_was_computed_on_another_connectors_failed_load_is_not_offloaded(
+    tiny_llama: Path,
+) -> None:
+    rig = RunnerV2Rig(tiny_llama)
+    OtherFails(rig)
+    rig.add("warm", prompt_of(20, seed=1), tokens=1)
+    rig.run()
+    rig.add("b", prompt_of(100, seed=7), tokens=20)
+    rig.run()
+    assert rig.core.stats().dropped_blocks == {"invalid": 6}
     rig.check_nothing_left()

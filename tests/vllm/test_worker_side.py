@@ -14,6 +14,7 @@ from kvtier.connector.vllm import KVTierConnector
 from kvtier.connector.vllm.exchange import StepOrder, UnstartedLoad, WorkerReport
 from tests.support.fake_client import FakeSession
 from tests.vllm.scheduler_rig import SchedulerRig, kv_cache_config
+from tests.vllm.versions import needs_transfer_results
 
 pytestmark = pytest.mark.vllm
 
@@ -91,6 +92,7 @@ def collected(rig: WorkerRig, *, is_put_off: bool = False) -> tuple[Any, ...]:
     return results, bad_blocks, report
 
 
+@needs_transfer_results
 @pytest.mark.parametrize("step", [step_of_v1, step_of_v2])
 def test_loads_are_told_once_with_their_failures_in_both_orders_of_calls(
     tiny_llama: Path, step: Any
@@ -107,6 +109,7 @@ def test_loads_are_told_once_with_their_failures_in_both_orders_of_calls(
     assert (bad, report) == (set(), None)
 
 
+@needs_transfer_results
 @pytest.mark.parametrize("step", [step_of_v1, step_of_v2])
 def test_load_that_no_worker_was_told_of_is_told_as_failed(tiny_llama: Path, step: Any) -> None:
     rig = WorkerRig(tiny_llama)
@@ -116,6 +119,7 @@ def test_load_that_no_worker_was_told_of_is_told_as_failed(tiny_llama: Path, ste
     assert report == WorkerReport([], rig.connector.get_handshake_metadata())
 
 
+@needs_transfer_results
 @pytest.mark.parametrize("step", [step_of_v1, step_of_v2])
 def test_fenced_offload_touches_no_device_block_any_more(tiny_llama: Path, step: Any) -> None:
     rig = WorkerRig(tiny_llama)

@@ -79,6 +79,11 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
     def is_empty(self) -> bool:
         return not self.data
 
+    def __getitem__(self, name: str) -> Any:
+        """In an engine of one process the MultiConnector of vLLM 0.28 asks as if we were the
+        mapping that we are elsewhere, once serialised."""
+        return getattr(self, name)
+
 
 class KVTierPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The metrics above, one set of children an engine."""

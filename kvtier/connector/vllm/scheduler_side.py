@@ -24,12 +24,13 @@ from kvtier.connector.vllm.measuring import Meter
 from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.reuse import ReuseWatch
-from kvtier.namespace import NamespaceSpec
+from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
 from kvtier.types import Role, TierName
 
 log = logging.getLogger(__name__)
 
 ALL_BLOCKS = 1 << 31
+_WEIGHTS_CHARS = FACT_CHARS_MAX - 32  # What a reset adds tells all versions apart.
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +64,8 @@ class SchedulerSide:
         self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._client: Any = None
         self._core: SchedulerConnector | None = None
-        self._spec: NamespaceSpec | None = None
+        self._spec: NamespaceSpec | None = None  # Of the weights that the engine started with.
+        self._is_alone = False  # In a namespace that no other engine can have.
         self._is_seed_checked = False
         self._requests: dict[str, Tracked] = {}
         self._reuse = ReuseWatch()
@@ -261,11 +263,14 @@ class SchedulerSide:
         bad_blocks = output.invalid_block_ids or ()
         for request_id in output.finished_recving or ():
             loaded = self._loading.pop(request_id, ())
-            self._meter.note_received(
-                request_id, is_good=all(block not in bad_blocks for block in loaded)
-            )
+            is_good = all(block not in bad_blocks for block in loaded)
+            self._meter.note_received(request_id, is_good=is_good)
+            if loaded and is_good and (tracked := self._requests.get(request_id)) is not None:
+                tracked.is_miss_noted = True  # Whatever becomes of it, it got something.
         self._meter.note_output(results)
         self._reuse.note_results(results)
+        if bad_blocks:  # Another connector's: in the step that loaded them they counted as good.
+            core.on_blocks_invalid(bad_blocks)
         self._take_outcome(core, results)
 
     def _take_outcome(self, core: SchedulerConnector, results: Sequence[JobResult]) -> None:
@@ -284,9 +289,13 @@ class SchedulerSide:
         """vLLM dropped its KV, for new weights perhaps: nobody must use the old KV for them."""
         core, spec = self._core, self._spec
         if core is not None and spec is not None:
-            weights = f"{spec.weights.partition(' reset ')[0]} reset {secrets.token_hex(8)}"
-            self._spec = replace(spec, weights=weights)
-            core.reset(self._spec)
+            weights = f"{spec.weights[:_WEIGHTS_CHARS]} reset {secrets.token_hex(8)}"
+            own = replace(spec, weights=weights)
+            if self._is_alone:
+                core.clear(own)
+            else:
+                core.reset(own)
+            self._is_alone = True
             self._adapters.clear()
         return True
 

@@ -26,6 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.pools.remote.breaking import BreakingEngine
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import finished
 from kvtier.pools.remote.engine import RemoteOutcome
 from kvtier.pools.remote.frame import (
@@ -39,8 +40,8 @@ from kvtier.pools.remote.keys import block_key
 from kvtier.types import BlockHash
 
 # What is encoded while its predecessor is on the link. Smaller groups overlap better, larger ones
-# make fewer calls; two 2 MiB blocks are a call of a few milliseconds on the fastest link.
-GROUP_BYTES = 4 << 20
+# make fewer calls.
+GROUP_BYTES = 8 << 20
 # No encoding is longer than the payload by more than this.
 ENCODED_SLACK_BYTES = 4096
 
@@ -128,13 +129,16 @@ class RemoteBlocks:
         chooser: CodecChooser,
         threads: IoThreads,
         clock: Clock,
+        buffers: Buffers | None = None,
     ) -> None:
+        """`buffers`: those that the engine takes its values from, to be given back there."""
         self._engine = engine
         self._layout = layout
         self._epochs = epochs
         self._chooser = chooser
         self._threads = threads
         self._clock = clock
+        self._buffers = buffers or Buffers()
         self._group_count = max(1, GROUP_BYTES // layout.payload_bytes)
         self.puts: Counter[str] = Counter()  # By how they ended.
         self.gets: Counter[str] = Counter()
@@ -224,9 +228,12 @@ class RemoteBlocks:
     async def _encode_group(
         self, group: Sequence[BlockViews], shape: BlockShape, codec: CodecId
     ) -> list[Bytes | FrameFault]:
-        began = self._clock.now()
+        began, width = self._clock.now(), self._layout.width
         frames = await self._in_threads(
-            [partial(framed, one, shape, codec, self._layout.width) for one in group]
+            [
+                partial(framed, one, shape, codec, width=width, take=self._buffers.take)
+                for one in group
+            ]
         )
         encoded = sum(frame.nbytes for frame in frames if not isinstance(frame, FrameFault))
         payload = len(group) * shape.payload_bytes
@@ -260,6 +267,10 @@ class RemoteBlocks:
         endings: list[Ending] = [
             frame if isinstance(frame, FrameFault) else next(outcomes) for frame in frames
         ]
+        for frame, ending in zip(frames, endings, strict=True):
+            # Of one that did not arrive nobody knows whether a call still reads it.
+            if ending is RemoteOutcome.DONE and not isinstance(frame, FrameFault):
+                self._buffers.give_back(frame)
         if values and all(ending is RemoteOutcome.DONE for ending in endings):
             sent = sum(frame.nbytes for _, frame in values)
             self._chooser.note_sent(sent_bytes=sent, seconds=self._clock.now() - began)
@@ -299,14 +310,16 @@ class RemoteBlocks:
             [partial(unframed, value, one, shape) for one, value in here]
         )
         seconds = self._clock.now() - began
+        for _, value in here:
+            self._buffers.give_back(value)
         codecs = {found for found in opened if isinstance(found, CodecId)}
         if len(codecs) == 1 and len(here) == len(group):
             payload = len(group) * shape.payload_bytes
             self._chooser.note_decoded(codecs.pop(), payload_bytes=payload, seconds=seconds)
         found = iter(opened)
         endings: list[Ending] = []
-        for value in values:
-            ending = value if isinstance(value, RemoteOutcome) else next(found)
+        for one_value in values:
+            ending = one_value if isinstance(one_value, RemoteOutcome) else next(found)
             endings.append(RemoteOutcome.DONE if isinstance(ending, CodecId) else ending)
         faults = [ending for ending in endings if isinstance(ending, FrameFault)]
         if faults:
@@ -321,7 +334,10 @@ class RemoteBlocks:
         codec, payload = CodecId(number), len(group) * shape.payload_bytes
         began = self._clock.now()
         frames = await self._in_threads(
-            [partial(framed, one, shape, codec, self._layout.width) for one in group]
+            [
+                partial(framed, one, shape, codec, width=self._layout.width, take=np_empty)
+                for one in group
+            ]
         )
         middle = self._clock.now()
         encoded = [
@@ -362,14 +378,21 @@ def joined(shards: Sequence[Bytes]) -> Bytes:
     return shards[0] if len(shards) == 1 else np.concatenate(shards)
 
 
-def framed(one: BlockViews, shape: BlockShape, codec: CodecId, width: int) -> Bytes | FrameFault:
+def framed(
+    one: BlockViews,
+    shape: BlockShape,
+    codec: CodecId,
+    *,
+    width: int,
+    take: Callable[[int], Bytes],
+) -> Bytes | FrameFault:
     """The value to put: a copy. CHECKSUM when the block is not what its checksum says any more."""
     parts = (
         list(one.shards)
         if codec is CodecId.NONE
         else encode(codec, joined(one.shards), width=width)
     )
-    frame = np.empty(HEADER_BYTES + sum(part.nbytes for part in parts), np.uint8)
+    frame = take(HEADER_BYTES + sum(part.nbytes for part in parts))
     np.concatenate(parts, out=frame[HEADER_BYTES:])
     # Of what goes out where it can be; a block that is scribbled over now is found out at the get.
     payload = frame[HEADER_BYTES:] if codec is CodecId.NONE else None
@@ -378,6 +401,10 @@ def framed(one: BlockViews, shape: BlockShape, codec: CodecId, width: int) -> By
         return FrameFault.CHECKSUM
     write_header(frame, shape, one.block, codec=codec, checksum=one.checksum)
     return frame
+
+
+def np_empty(count_bytes: int) -> Bytes:
+    return np.empty(count_bytes, np.uint8)
 
 
 def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> CodecId | FrameFault:

@@ -38,6 +38,7 @@ import xxhash
 from kvtier.clock import Clock, SystemClock
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
@@ -56,6 +57,8 @@ _TOUCHED_MAX = 100_000
 # How old the owner's count may be when a value is put.
 USAGE_SECONDS = 1.0
 _FOLDER_ATTEMPTS = 3
+# Of questions about keys, in one thread: a hop takes longer than a question on a near file server.
+_KEYS_A_CALL = 64
 # Each time it was replaced by another daemon between two calls of ours.
 _RECORD_READS_MAX = 8
 VALUES_NAME, ARRIVING_NAME, RECORDS_NAME = "values", "arriving", "records"
@@ -114,9 +117,16 @@ class FilesEngine:
     """Implements `RemoteEngine`."""
 
     def __init__(
-        self, settings: FilesSettings, *, unique: str, clock: Clock = SystemClock()
+        self,
+        settings: FilesSettings,
+        *,
+        unique: str,
+        clock: Clock = SystemClock(),
+        buffers: Buffers | None = None,
     ) -> None:
-        """`unique`: of this life of this daemon, for the names of files being written."""
+        """`unique`: of this life of this daemon, for the names of files being written. `buffers`:
+        where values are taken from."""
+        self._buffers = buffers or Buffers()
         self._clock = clock
         self._touched: dict[Path, float] = {}  # When to touch it again.
         self._root = settings.root
@@ -149,14 +159,12 @@ class FilesEngine:
     async def exists(
         self, keys: Sequence[RemoteKey], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
-        works = [partial(self._guarded, partial(self._exists, key)) for key in keys]
-        return await self._calls.run(works, timeout_seconds, RemoteOutcome.TIMED_OUT)
+        return await self._by_keys(os.stat, keys, timeout_seconds)
 
     async def delete(
         self, keys: Sequence[RemoteKey], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
-        works = [partial(self._guarded, partial(self._delete, key)) for key in keys]
-        return await self._calls.run(works, timeout_seconds, RemoteOutcome.TIMED_OUT)
+        return await self._by_keys(os.unlink, keys, timeout_seconds)
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
         work = partial(self._replied, partial(self._read_record, self._record_folder(key)))
@@ -208,7 +216,7 @@ class FilesEngine:
             status = await self._in_thread(os.fstat, file.fileno())
             if status.st_size > value_bytes_max:
                 return Reply(RemoteOutcome.FAILED)
-            value = np.empty(status.st_size, np.uint8)
+            value = self._buffers.take(status.st_size)
             done = 0
             while done < value.nbytes:
                 count = await file.readinto(value[done:].data)
@@ -227,13 +235,33 @@ class FilesEngine:
         with suppress(OSError):
             await self._in_thread(os.utime, path)
 
-    async def _exists(self, key: RemoteKey) -> RemoteOutcome:
-        await self._in_thread(os.stat, self._path(key))
-        return RemoteOutcome.DONE
+    async def _by_keys(
+        self, work: Callable[[Path], object], keys: Sequence[RemoteKey], timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        """DONE for each path with which `work` raises nothing; many of them in one thread."""
+        groups = [keys[start : start + _KEYS_A_CALL] for start in range(0, len(keys), _KEYS_A_CALL)]
+        works = [partial(self._by_group, work, group) for group in groups]
+        found = await self._calls.run(works, timeout_seconds, None)
+        return [
+            outcome
+            for group, outcomes in zip(groups, found, strict=True)
+            for outcome in outcomes or [RemoteOutcome.TIMED_OUT] * len(group)
+        ]
 
-    async def _delete(self, key: RemoteKey) -> RemoteOutcome:
-        await self._in_thread(os.unlink, self._path(key))
-        return RemoteOutcome.DONE
+    async def _by_group(
+        self, work: Callable[[Path], object], keys: Sequence[RemoteKey]
+    ) -> list[RemoteOutcome]:
+        def run() -> list[RemoteOutcome]:
+            return [_outcome_of_work(work, self._path(key)) for key in keys]
+
+        try:
+            outcomes = await self._in_thread(run)
+        except RuntimeError:
+            return [RemoteOutcome.BUSY] * len(keys)  # Of the threads.
+        if RemoteOutcome.ABSENT not in outcomes:
+            return outcomes
+        missing = await self._missing()
+        return [missing if one is RemoteOutcome.ABSENT else one for one in outcomes]
 
     async def _read_record(self, folder: Path) -> Reply:
         found = await self._newest(folder)
@@ -292,7 +320,8 @@ class FilesEngine:
             await self._read_usage(at_once=True)
         except OSError as error:
             return Health(outcome_of(error), f"{self._root}: {error.strerror}")
-        return Health(RemoteOutcome.DONE, "", self._usage.used_bytes, self._capacity_bytes)
+        used_bytes = self._usage.counted_bytes + self._usage.put_bytes
+        return Health(RemoteOutcome.DONE, "", used_bytes, self._capacity_bytes)
 
     async def _read_usage(self, *, at_once: bool = False) -> None:
         now = self._clock.now()
@@ -379,6 +408,16 @@ class FilesEngine:
 
     def _record_folder(self, key: RemoteKey) -> Path:
         return self._root / RECORDS_NAME / quote(key, safe="")
+
+
+def _outcome_of_work(work: Callable[[Path], object], path: Path) -> RemoteOutcome:
+    try:
+        work(path)
+    except FileNotFoundError:
+        return RemoteOutcome.ABSENT
+    except OSError as error:
+        return outcome_of(error)
+    return RemoteOutcome.DONE
 
 
 def outcome_of(error: OSError) -> RemoteOutcome:

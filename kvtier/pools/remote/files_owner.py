@@ -14,6 +14,7 @@ All methods block and belong to one thread of their own.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.clock import Clock
+from kvtier.io.threads import IoThreads
 from kvtier.pools.remote.files import ARRIVING_NAME, MARK_NAME, OWNER_NAME, USAGE_NAME, VALUES_NAME
 
 
@@ -59,6 +61,28 @@ class _Value:
     size_bytes: int
 
 
+ROUND_SECONDS_MIN = 2.0
+# Counting may take this part of the time, however many values there are.
+_COUNTING_SHARE = 0.1
+
+
+async def keep_bounded(
+    owner: FilesOwner, threads: IoThreads, on_round: Callable[[OwnerRound | OSError], None]
+) -> None:
+    """Rounds for ever, until cancelled; each is told, or why it could not be."""
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        try:
+            on_round(await loop.run_in_executor(threads, owner.run_round))
+        except OSError as error:
+            on_round(error)
+        took = loop.time() - began
+        # An owner that is silent for its time is followed by another one.
+        longest = owner.owner_seconds / 3
+        await asyncio.sleep(min(max(ROUND_SECONDS_MIN, took / _COUNTING_SHARE), longest))
+
+
 class FilesOwner:
     """One daemon's part in it. Raises OSError when the share cannot be used: try again later."""
 
@@ -76,6 +100,10 @@ class FilesOwner:
         root = settings.root
         self._owner, self._usage = root / OWNER_NAME, root / USAGE_NAME
         self._values, self._arriving = root / VALUES_NAME, root / ARRIVING_NAME
+
+    @property
+    def owner_seconds(self) -> float:
+        return self._settings.owner_seconds
 
     def run_round(self) -> OwnerRound:
         """Be elected, or stay so; then count, evict and tell."""

@@ -34,6 +34,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
@@ -83,9 +84,12 @@ class MooncakeSettings:
 class MooncakeEngine:
     """Implements `RemoteEngine`. Connects with the first call; a failed attempt is an outcome."""
 
-    def __init__(self, settings: MooncakeSettings, *, store: Any = None) -> None:
+    def __init__(
+        self, settings: MooncakeSettings, *, store: Any = None, buffers: Buffers | None = None
+    ) -> None:
         """Raises ConfigError when the library is not installed. `store`: a client of the library
-        that is connected already, and stays so."""
+        that is connected already, and stays so. `buffers`: where values are taken from."""
+        self._buffers = buffers or Buffers()
         # The library tells standard error of everything it does.
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         try:
@@ -267,12 +271,15 @@ class MooncakeEngine:
         counts = self._store.batch_get_into(
             list(keys), [address + place for place in places], [value_bytes_max] * len(keys)
         )
-        return [
-            Reply(RemoteOutcome.DONE, landing[place : place + count].copy())
-            if count > 0
-            else outcome_of(count)
-            for place, count in zip(places, counts, strict=True)
-        ]
+        replies: list[Reply | RemoteOutcome] = []
+        for place, count in zip(places, counts, strict=True):
+            if count <= 0:
+                replies.append(outcome_of(count))
+                continue
+            value = self._buffers.take(count)
+            np.copyto(value, landing[place : place + count])
+            replies.append(Reply(RemoteOutcome.DONE, value))
+        return replies
 
     def _places(self, sizes: Sequence[int]) -> tuple[Bytes, list[int]]:
         """The landing buffer, and where in it each of these begins."""

@@ -71,6 +71,30 @@ def test_calls_that_wait_hold_up_no_other_and_run_together(control: ControlThrea
     assert sorted(map(str, answers.wait(5)[2:])) == ["wait 0", "wait 1", "wait 2"]
 
 
+@pytest.mark.parametrize("running_count", [0, 1])
+def test_machine_without_another_thread_to_give_ends_no_call(
+    control: ControlThread, monkeypatch: pytest.MonkeyPatch, running_count: int
+) -> None:
+    """In a container with a limit; the engine steps on until all its calls have been answered."""
+    answers = Answers(control)
+    for index in range(running_count):
+        control.ask_waiting(lambda: "before", answers.note)
+        answers.wait(index + 1)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    begun, go = threading.Semaphore(0), threading.Event()
+    control.ask_waiting(blocked(begun, go, "one"), answers.note)
+    assert begun.acquire(timeout=ANSWER_SECONDS_MAX)
+    control.ask_waiting(lambda: "two", answers.note)
+    control.ask(lambda: "urgent", answers.note, urgent=True)
+    go.set()
+    found = answers.wait(running_count + 3)[running_count:]
+    assert sorted(map(str, found)) == ["one", "two", "urgent"]
+
+
 def test_more_waits_than_threads_come_one_after_another(control: ControlThread) -> None:
     answers, begun, go = Answers(control), threading.Semaphore(0), threading.Event()
     for index in range(4 * WAITING_MAX):

@@ -33,7 +33,12 @@ class Bench:
     """A worker whose blocks are on a fake GPU, and an engine that computes on it."""
 
     def __init__(
-        self, seed: int | None = None, *, threaded: bool = False, layer_count: int = 0
+        self,
+        seed: int | None = None,
+        *,
+        threaded: bool = False,
+        layer_count: int = 0,
+        stretch_max: float = 0.0,
     ) -> None:
         self.cuda = FakeCudart(seed=seed)
         # Blocks of whole pages: 2 layers of keys and values.
@@ -46,7 +51,13 @@ class Bench:
         self.client.memory = self.slab.array.reshape(1, SLOT_COUNT, self.shard_bytes)
         self.compute = self.cuda.create_stream(0)
         self.blocks = DeviceBlocks(
-            self.cuda, 0, self.kv.layout, lambda: self.compute, layer_count=layer_count
+            self.cuda,
+            0,
+            self.kv.layout,
+            lambda: self.compute,
+            layer_count=layer_count,
+            clock=self.clock,
+            offload_stretch_max=stretch_max,
         )
         self.lane = StreamLane(self.blocks.streams, threaded=threaded)
         self.spec = replace(spec_of(), shard_bytes=self.shard_bytes)
@@ -393,4 +404,26 @@ def test_a_withdrawal_waits_for_its_own_job_s_step_beside_a_load_that_is_begun()
     assert ended.wait(5)
     thread.join()
     bench.run()
+    bench.close()
+
+
+def test_copies_held_for_the_engines_steps_go_on_when_it_has_none() -> None:
+    """An engine goes on stepping until they have ended, and its empty steps count as none."""
+    bench = Bench(stretch_max=0.05)
+    bench.fill(0, 5)
+    for _ in range(34):  # Never a step alone: so copies are held, to see one.
+        bench.clock.advance(0.01)
+        bench.blocks.streams.stored_bytes += 2 << 20
+        bench.worker.note_step(8)
+    bench.start(bench.offload(1, [2], [0]))
+    for _ in range(100):
+        bench.clock.advance(0.001)
+        assert bench.lane.step()
+        bench.cuda.advance(5e-6)
+    for _ in range(10):
+        bench.clock.advance(0.001)
+        bench.worker.note_step(0)
+        bench.lane.step()
+    assert bench.run()[1].failed is None
+    assert (bench.slot(2) == 5).all()
     bench.close()

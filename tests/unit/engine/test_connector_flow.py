@@ -45,6 +45,15 @@ def test_prompt_and_answer_are_offloaded(filled: MemoryBlocks) -> None:
     assert len(filled.resident) == 6  # 22 + 6 tokens, the last one's KV never computed: 27.
 
 
+def test_worker_hears_of_every_step_what_it_computes() -> None:
+    """Offloads are held back by how long steps of equal size take with them and without."""
+    blocks = MemoryBlocks()
+    engine = engine_over(blocks, step_tokens_max=16, running_count_max=4)
+    engine.generate([PROMPT], SamplingParams(tokens_max=3))
+    engine.step()
+    assert blocks.step_tokens == [16, 6, 1, 1, 0]
+
+
 def test_another_engine_onboards_and_gives_the_same_tokens(filled: MemoryBlocks) -> None:
     engine = engine_over(filled)
     result = engine.generate([PROMPT], GREEDY)[0]

@@ -140,10 +140,12 @@ def spoil_loads(bench: GpuBench) -> None:
     bench.worker.watch.differing = lambda result: []  # type: ignore[method-assign]
 
 
-def run_late(filled: WatchedClient) -> tuple[GpuBench, RequestResult]:
+def run_late(
+    filled: WatchedClient, params: SamplingParams = PARAMS
+) -> tuple[GpuBench, RequestResult]:
     bench = bench_of(filled)
     spoil_loads(bench)
-    bench.engine.add_request("r", PROMPT, PARAMS)
+    bench.engine.add_request("r", PROMPT, params)
     committed_count = len(filled.commits)
     outputs = steps_until_load(bench)
     assert len(filled.commits) == committed_count
@@ -156,6 +158,14 @@ def test_a_load_that_ends_too_late_voids_the_step_beside_it(filled: WatchedClien
     assert (result.kvtier_count, result.computed_count) == (0, 26)
     assert bench.scheduler.stats().onboard_failed_blocks == 6
     assert bench.gpu.read_count == 1 + 5, "one step's tokens were thrown away"
+    bench.close()
+
+
+def test_a_void_step_uses_up_no_draw(filled: WatchedClient) -> None:
+    params = SamplingParams(tokens_max=8, temperature=1.0, seed=5)
+    bench, result = run_late(filled, params)
+    assert bench.scheduler.stats().onboard_failed_blocks == 6
+    assert result.token_ids == tokens_alone(PROMPT, params)
     bench.close()
 
 

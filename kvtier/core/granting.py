@@ -173,7 +173,8 @@ class Granting:
         residency.tier.pin_for_lease(taken)
         if len(taken) < len(wanted):
             stop = int(wanted[len(taken)])
-            cut = Cut.NO_SPACE if self._promotions.is_possible else Cut.MISS
+            could_come = self._ladder.has_readable(residency.index, int(rows[stop]))
+            cut = Cut.NO_SPACE if could_come else Cut.MISS
             self._unpin(residency, places[stop:])
             rows = rows[:stop]
         places = residency.index.place[rows]

@@ -52,10 +52,6 @@ class Ladder:
         return tuple(self.rungs)
 
     @property
-    def is_readable(self) -> bool:
-        return any(rung.lower.is_readable for rung in self.rungs.values())
-
-    @property
     def is_writable(self) -> bool:
         return any(rung.lower.is_writable for rung in self.rungs.values())
 
@@ -73,6 +69,13 @@ class Ladder:
         if self.rungs:
             found[absent & (found == 0)] = len(self.rungs)
         return found
+
+    def has_readable(self, index: PrefixIndex, row: int) -> bool:
+        """Whether the block can be read from some tier."""
+        return any(
+            rung.lower.is_readable and int(rung.lower.columns(index).slot[row]) != NOBODY
+            for rung in self.rungs.values()
+        )
 
     def check_invariants(self) -> list[str]:
         return [

@@ -95,10 +95,6 @@ class Promotions:
         self._asked_count = 0
         self.promoted_count = 0
 
-    @property
-    def is_possible(self) -> bool:
-        return self._ladder.is_readable
-
     def under_way_count_of(self, tier: TierName) -> int:
         return self._queues[tier].under_way_count
 
@@ -317,9 +313,8 @@ class Promotions:
         if not len(places):
             return []
         slots = residency.tier.slots_of(places)
-        residency.abort_promotion(places)
+        self._abort(queue, residency, places, lower_slots)
         queue.rung.lower.book.unpin(lower_slots)
-        queue.rung.demotions.retiring.note_ended(lower_slots.tolist())
         return [ins.WriteGone(residency.facts.namespace, slots)]
 
     # ------------------------------------------------------------------------------------ ending
@@ -341,7 +336,7 @@ class Promotions:
         if done.any():
             found.extend(self._commit(residency, places[done], event.checksums[done], now))
         if not done.all():
-            residency.abort_promotion(places[~done])
+            self._abort(queue, residency, places[~done], event.lower_slots[~done])
             found.append(ins.WriteGone(event.namespace, event.slots[~done]))
         lower.book.unpin(event.lower_slots)
         bad = (event.outcomes == ev.TransferOutcome.CORRUPT) | (
@@ -349,8 +344,20 @@ class Promotions:
         )
         lost = [slot for slot in event.lower_slots[bad].tolist() if lower.book.is_ready(slot)]
         found.extend(lower.lose(residency, lost))
-        queue.rung.demotions.retiring.note_ended(event.lower_slots[~done].tolist())
+        queue.rung.demotions.retiring.note_unblocked()
         return found
+
+    def _abort(
+        self, queue: _Queue, residency: Residency, places: Places, lower_slots: Slots
+    ) -> None:
+        """These blocks do not come. No segment waits for them to go again, of whichever tier."""
+        rows = residency.tier.row[places]
+        rows = rows[rows != NOBODY]
+        residency.abort_promotion(places)
+        queue.rung.demotions.retiring.note_ended(lower_slots.tolist())
+        for rung in self._ladder.opened():
+            slots = rung.lower.columns(residency.index).slot[rows]
+            rung.demotions.retiring.note_ended(slots.tolist())
 
     def _commit(
         self, residency: Residency, places: Places, checksums: npt.NDArray[np.uint64], now: float

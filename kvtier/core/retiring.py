@@ -121,6 +121,10 @@ class Retiring:
     def note_ended(self, slots: list[int]) -> None:
         """Blocks in these slots have gone again, or will not."""
         self._waiting.difference_update(slots)
+        self.note_unblocked()
+
+    def note_unblocked(self) -> None:
+        """Slots are read or written no more."""
         self._is_blocked = False
 
     def is_due(self, now: float) -> bool:
@@ -151,7 +155,7 @@ class Retiring:
             slot for slot in book.ready_slots(life.segment).tolist() if not book.is_pinned(slot)
         ]
         if not slots:
-            self._is_blocked = True  # The end of the reads calls `note_ended`.
+            self._is_blocked = True  # The end of the reads tells.
             if self._is_late(now):
                 self._end()  # Somebody else's turn; this one is the oldest again afterwards.
             return None

@@ -109,7 +109,8 @@ class Demotions:
         if self._lower.is_writable:
             twice = residency.index.uses[rows] >= 2
             self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
-            self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
+            if self._settings.copies_unused:
+                self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
 
     def admit(self, residency: Residency, rows: Rows) -> None:
         """A hint: these blocks will be wanted again, later."""
@@ -283,8 +284,8 @@ class Demotions:
         length_bytes = count * facts.layout.slot_bytes
         self.under_way_bytes += length_bytes
         self.budget.take(length_bytes)
-        slots = residency.tier.slots_of(places)
-        found.append(ins.Demote(facts.namespace, slots, reserved.slots, self._lower.tier))
+        slots, hashes = residency.tier.slots_of(places), residency.hashes_of(mine)
+        found.append(ins.Demote(facts.namespace, slots, reserved.slots, hashes, self._lower.tier))
         return found, count
 
     # ------------------------------------------------------------------------------------ ending

@@ -219,6 +219,7 @@ class Demote:
     namespace: NamespaceId
     slots: Slots
     lower_slots: Slots
+    hashes: Sequence[BlockHash] = ()
     tier: TierName = TierName.NVME
 
 
@@ -230,6 +231,7 @@ class Promote:
     namespace: NamespaceId
     lower_slots: Slots
     slots: Slots
+    hashes: Sequence[BlockHash] = ()
     tier: TierName = TierName.NVME
 
 

@@ -20,6 +20,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.index import IN_CALL, NOBODY, LowerColumns, PrefixIndex, RowFlag, Rows
 from kvtier.core.residency import Residency
+from kvtier.core.runs import runs_of
 from kvtier.core.segments import Group, Mask, SegmentBook, Slots, by_segment
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, TierName
 
@@ -181,6 +182,97 @@ class LowerTier:
         ordinals = np.cumsum(fresh) - 1
         codes[inside] = np.where(known != NOBODY, known, IN_CALL - ordinals[beside])
         return codes, fresh
+
+    def on_blocks_found(self, event: ev.BlocksFound) -> tuple[list[ins.Instruction], bool]:
+        """Take in what others have put here, as far as there are slots; whether there were too few.
+
+        Blocks whose parent is not resident by now are left out, and all of a former epoch.
+        """
+        assert len(event.hashes) <= ev.FOUND_BLOCKS_MAX, "more blocks than one event takes in"
+        residency = self._namespaces[event.namespace]
+        index, facts = residency.index, residency.facts
+        parent = NOBODY if event.parent is None else index.row_of.get(event.parent)
+        is_void = event.epoch != residency.epoch or parent is None or not self.is_writable
+        if is_void or not self.has_room_for(residency):
+            return [], False
+        there = index.row_of.get_all(event.hashes)
+        wanted = [
+            place
+            for place, row in enumerate(there)
+            if row is None or self.columns(index).slot[row] == NOBODY
+        ]
+        reserved = self.book.reserve(facts.fingerprint, facts.layout, len(wanted), reuse=False)
+        self.forget_segments([header.segment for header in reserved.bound])
+        found: list[ins.Instruction] = []
+        if reserved.bound:
+            found.append(ins.BindSegments(reserved.bound, self.tier))
+        stop = len(event.hashes)
+        if len(reserved.slots) < len(wanted):
+            stop = wanted[len(reserved.slots)]  # The chain ends before what has no slot.
+        if len(reserved.slots):
+            self.book.commit(reserved.slots)
+            hashes = list(event.hashes[:stop])
+            rows = self._rows_found(residency, hashes, there[:stop], parent, reserved.slots)
+            found += self._stored(residency, rows, reserved.slots)
+        return found, stop < len(event.hashes)
+
+    def _rows_found(
+        self,
+        residency: Residency,
+        hashes: list[BlockHash],
+        there: list[int | None],
+        parent: int | None,
+        slots: Slots,
+    ) -> Rows:
+        """Rows of the blocks that get these slots; those not resident yet are inserted."""
+        index = residency.index
+        column = self.columns(index).slot
+        assert parent is not None
+        fresh: list[BlockHash] = []
+        codes: list[int] = []  # Of their parents, as `adopt` wants them.
+        places: list[int] = []  # Of each block that gets a slot, its row or its place in `fresh`.
+        before = parent
+        for block, row in zip(hashes, there, strict=True):
+            if row is None:
+                codes.append(before)
+                before = IN_CALL - len(fresh)
+                places.append(before)
+                fresh.append(block)
+            else:
+                before = row
+                if column[row] == NOBODY:
+                    places.append(row)
+        mine = np.array(places, dtype=np.int32)
+        is_fresh = mine <= IN_CALL
+        rows = index.adopt(
+            fresh,
+            parents=np.array(codes, dtype=np.int32),
+            lower_slots=slots[is_fresh].astype(np.int64),
+            tier=self.tier,
+        )
+        mine[is_fresh] = rows
+        self._name(residency, mine, slots)
+        return mine
+
+    def _stored(self, residency: Residency, rows: Rows, slots: Slots) -> list[ins.Instruction]:
+        hashes, parents = residency.named(rows)
+        namespace = residency.facts.namespace
+        return [
+            ins.WriteLowerReady(
+                namespace=namespace,
+                lower_slots=slots,
+                hashes=hashes,
+                parents=parents,
+                checksums=np.zeros(len(slots), dtype=np.uint64),
+                epoch=residency.epoch,
+                sequence=self.book.take_sequences(len(slots)),
+                tier=self.tier,
+            ),
+            *(
+                ins.BlocksStored(namespace, self.tier, run, before)
+                for run, before in runs_of(hashes, parents)
+            ),
+        ]
 
     def on_changed(self, event: ev.LowerChanged, now: float) -> list[ins.Instruction]:
         self.is_writable = False

@@ -94,6 +94,7 @@ class BlockManager:
             ev.WithdrawSlabSet: self._shares.on_withdraw_slab_set,
             ev.LowerOpened: self._on_lower_opened,
             ev.BlocksRecovered: self._on_blocks_recovered,
+            ev.BlocksFound: self._on_blocks_found,
             ev.LowerChanged: self._on_lower_changed,
             ev.Demoted: self._on_demoted,
             ev.Promoted: self._on_promoted,
@@ -378,6 +379,13 @@ class BlockManager:
 
     def _on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:
         return self._ladder.rungs[event.tier].lower.on_blocks_recovered(event, now)
+
+    def _on_blocks_found(self, event: ev.BlocksFound, now: float) -> list[ins.Instruction]:
+        rung = self._ladder.rungs[event.tier]
+        found, is_short = rung.lower.on_blocks_found(event)
+        if is_short:
+            rung.demotions.retiring.begin(now)
+        return [*found, *self._move(now)]
 
     def _on_lower_changed(self, event: ev.LowerChanged, now: float) -> list[ins.Instruction]:
         return self._ladder.rungs[event.tier].lower.on_changed(event, now)

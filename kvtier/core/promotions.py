@@ -285,8 +285,9 @@ class Promotions:
             return found
         queue.under_way_bytes += _bytes(residency, len(places))
         queue.under_way_count += len(places)
-        slots = tier.slots_of(places)
-        return [*found, ins.Promote(residency.facts.namespace, lower_slots, slots, lower.tier)]
+        slots, hashes = tier.slots_of(places), residency.hashes_of(tier.row[places])
+        namespace = residency.facts.namespace
+        return [*found, ins.Promote(namespace, lower_slots, slots, hashes, lower.tier)]
 
     def drop_unwanted(self) -> list[ins.Instruction]:
         """Give the slots back of what nobody waits for any more and is not under way."""

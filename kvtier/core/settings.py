@@ -23,6 +23,9 @@ class LowerSettings:
     # One hop to the threads and back costs as much as a small block: many go together.
     batch_blocks: int = 64
     batch_bytes: int = 16 << 20
+    # Also blocks that were used once, while the budget has room to spare; else only those that were
+    # used twice, or of which a hint says that they will be.
+    copies_unused: bool = True
     # How long a segment waits for blocks that go again before it is reused without them.
     retire_wait_seconds: float = 10.0
     # Prefetches together promote at most this part of the pool.

@@ -109,7 +109,7 @@ class Rig:
 
     async def demote(self, namespace: NamespaceId, upper: ev.Slots, lower: ev.Slots) -> ev.Demoted:
         count = len(self.manager.of(ev.Demoted)) + 1
-        self.keeper.on_demote(ins.Demote(namespace, upper, lower, TierName.CXL))
+        self.keeper.on_demote(ins.Demote(namespace, upper, lower, tier=TierName.CXL))
         found = (await self.wait(ev.Demoted, count))[-1]
         self.keeper.on_write_ready(
             ins.WriteLowerReady(
@@ -120,7 +120,7 @@ class Rig:
 
     async def promote(self, namespace: NamespaceId, lower: ev.Slots, upper: ev.Slots) -> list[int]:
         count = len(self.manager.of(ev.Promoted)) + 1
-        self.keeper.on_promote(ins.Promote(namespace, lower, upper, TierName.CXL))
+        self.keeper.on_promote(ins.Promote(namespace, lower, upper, tier=TierName.CXL))
         found = (await self.wait(ev.Promoted, count))[-1]
         assert found.tier is TierName.CXL
         return found.outcomes.tolist()
@@ -219,7 +219,9 @@ def test_a_mistake_in_a_copying_thread_ends_the_daemon(tmp_path: Path) -> None:
                 raise AssertionError("planted")
 
             rig.keeper._memory.copy_batch = broken  # type: ignore[method-assign]
-            rig.keeper.on_demote(ins.Demote(namespace, slots(0), slots(rig.first), TierName.CXL))
+            rig.keeper.on_demote(
+                ins.Demote(namespace, slots(0), slots(rig.first), tier=TierName.CXL)
+            )
             with pytest.raises(AssertionError, match="planted"):
                 async with asyncio.timeout(20):
                     await rig.keeper._base.core.wait_failed()

@@ -11,11 +11,12 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
+from kvtier.config_remote import RemoteConfig, check_remote
 from kvtier.config_values import (
     ANY_NODE,
     AUTO,
@@ -34,18 +35,12 @@ from kvtier.config_values import (
     Size,
     Switch,
     Text,
+    option,
 )
 from kvtier.errors import ConfigError
 
-T = TypeVar("T")
-
 MIB = 1 << 20
 GIB = 1 << 30
-
-
-def option(default: T, kind: Kind, text: str) -> T:
-    """One option: its default, what it may be, and the sentence docs/configuration.md prints."""
-    return field(default=default, metadata={"kind": kind, "help": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +268,7 @@ class Config:
     dram: DramConfig = DramConfig()
     cxl: CxlConfig = CxlConfig()
     nvme: NvmeConfig = NvmeConfig()
+    remote: RemoteConfig = RemoteConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
@@ -284,6 +280,7 @@ Section = (
     | DramConfig
     | CxlConfig
     | NvmeConfig
+    | RemoteConfig
     | LeaseConfig
     | GrpcConfig
     | AdminConfig
@@ -361,6 +358,7 @@ def _check_together(config: Config) -> None:
             f"dram.slab_bytes is {dram.slab_bytes}: it may be at most dram.bytes ({dram.bytes})"
         )
     _check_cxl(config.cxl)
+    check_remote(config.remote)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from kvtier.errors import ConfigError
+
+T = TypeVar("T")
 
 AUTO = -1
 """Stands for `auto` in a size: the daemon works it out when it starts."""
@@ -37,6 +39,11 @@ class Kind(Protocol):
     def describe(self) -> str: ...
 
     def show(self, value: object) -> str: ...
+
+
+def option(default: T, kind: Kind, text: str) -> T:
+    """One option: its default, what it may be, and the sentence docs/configuration.md prints."""
+    return field(default=default, metadata={"kind": kind, "help": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +364,48 @@ class Address:
 
     def show(self, value: object) -> str:
         return f'"{value}"'
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """A list of other machines' addresses; on the command line with commas between them."""
+
+    count_max: int
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, list | tuple):  # Not shown: it may hold a password.
+            raise ConfigError(f'{name} must be a list such as ["10.0.0.1:6379"]')
+        if len(value) > self.count_max:
+            raise ConfigError(
+                f"{name} has {len(value)} addresses: it may have at most {self.count_max}"
+            )
+        for address in value:
+            split_remote_address(name, address)
+        if len(set(value)) != len(value):
+            raise ConfigError(f"{name} names an address twice: {', '.join(value)}")
+        return tuple(value)
+
+    def from_text(self, text: str) -> object:
+        return text.split(",") if text else []
+
+    def describe(self) -> str:
+        return f"a list of up to {self.count_max} addresses with ports"
+
+    def show(self, value: object) -> str:
+        assert isinstance(value, tuple)
+        return f"[{', '.join(repr(address) for address in value)}]"
+
+
+def split_remote_address(name: str, value: object) -> tuple[str, int]:
+    """Host and port of "10.0.0.1:6379" or "[fd00::1]:6379": of one that we connect to."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} has {value!r}: write HOST:PORT in quotes")
+    if "@" in value or "://" in value:  # Not shown: it may hold a password.
+        raise ConfigError(f"{name} has an address with a scheme or a user: write HOST:PORT alone")
+    host, port = split_address(name, value)
+    if not host or not 1 <= port <= 65535:
+        raise ConfigError(f"{name} has {value!r}: write HOST:PORT, the port 1 to 65535")
+    return host, port
 
 
 def split_address(name: str, value: str) -> tuple[str, int]:

@@ -53,7 +53,8 @@ LAYERS: dict[str, Layer] = {
     "clock": Layer((), ENGINES),
     "paths": Layer(VALUES, ENGINES),
     "config_values": Layer(VALUES, ENGINES),
-    "config": Layer((*VALUES, "paths", "config_values"), ENGINES),
+    "config_remote": Layer((*VALUES, "config_values"), ENGINES),
+    "config": Layer((*VALUES, "paths", "config_values", "config_remote"), ENGINES),
     "metrics": Layer(VALUES, ENGINES),
     "policy": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "sizing": Layer(VALUES, (*EFFECTS, *ENGINES)),
@@ -64,7 +65,7 @@ LAYERS: dict[str, Layer] = {
     "server": Layer(
         (
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
-            *("clock", "paths", "v1"),
+            *("clock", "paths", "v1", "config_remote", "codec"),
         ),
         ENGINES,
     ),

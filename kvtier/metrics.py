@@ -88,8 +88,15 @@ FRAME_ERRORS = [
     "other",
 ]
 TIERS = tuple(str(tier) for tier in TierName)
+BREAKER_STATES = ("absent", "closed", "open", "half_open")
+# Why a call to a remote engine was trouble, or a value was not believed.
+REMOTE_TROUBLES = (
+    *("timed_out", "unreachable", "full", "refused", "busy", "failed"),
+    *("short", "magic", "version", "torn_header", "namespace", "epoch", "hash", "shape", "length"),
+    *("torn", "codec", "checksum"),
+)
 CXL_STATES = ("absent", "populating", "on", "off")
-BUILT_TIERS = (str(TierName.DRAM), str(TierName.CXL), str(TierName.NVME))
+BUILT_TIERS = tuple(str(tier) for tier in TierName)
 
 _SECONDS_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
 _SLICE_SECONDS_MAX = 0.005
@@ -119,6 +126,7 @@ class Metrics:
         self._declare_transfers()
         self._declare_nvme()
         self._declare_cxl()
+        self._declare_remote()
 
     def _declare_blocks(self) -> None:
         calls = {"call": BLOCK_CALLS}
@@ -273,6 +281,36 @@ class Metrics:
             {},
         )
 
+    def _declare_remote(self) -> None:
+        self.remote_transferred_blocks = self._counter(
+            "kvtier_remote_transferred_blocks_total",
+            "Blocks put into the remote engine (demote) and got from it (promote). refused: slow, "
+            "full, gone or off; what is there is remembered. failed: it was not there any more. "
+            "corrupt: its bytes were not those that were asked for.",
+            {"direction": TRANSFERS, "outcome": TRANSFER_OUTCOMES},
+        )
+        self.remote_found_blocks = self._counter(
+            "kvtier_remote_found_blocks_total",
+            "Blocks found in the remote engine that this daemon did not know of.",
+            {},
+        )
+        self.remote_epochs = self._gauge(
+            "kvtier_remote_epochs_count",
+            "Namespaces whose epoch among the nodes is known here; for the others the tier is off.",
+            {},
+        )
+        self.remote_state = self._gauge(
+            "kvtier_remote_state",
+            "1 for the state of the remote tier's breaker: open, the engine is left alone for a "
+            "while; half_open, one call is tried.",
+            {"side": ("read", "write"), "state": BREAKER_STATES},
+        )
+        self._remote_troubles = self._counter(
+            "kvtier_remote_troubles_total",
+            "Calls to the remote engine that ended in trouble, and values not believed, by reason.",
+            {"reason": REMOTE_TROUBLES},
+        )
+
     def _declare_cxl(self) -> None:
         direction = {"direction": TRANSFERS}
         self.cxl_transferred_blocks = self._counter(
@@ -389,6 +427,11 @@ class Metrics:
         self._follow(self.nvme_reused_segments, reused_count)
         self._follow(self.nvme_dropped_blocks, dropped_count)
         self._follow(self.nvme_reinserted_blocks, reinserted_count)
+
+    def note_remote_troubles(self, troubles: Mapping[str, int]) -> None:
+        """Likewise, by reason."""
+        for reason, count in troubles.items():
+            self._follow(self._remote_troubles.labels(reason), count)
 
     def hit_count(self, call: str, tier: TierName) -> int:
         """Blocks hit since start."""

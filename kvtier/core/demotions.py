@@ -66,6 +66,7 @@ class Demotions:
         self.under_way_bytes = 0
         self.written_bytes = 0
         self.demoted_count = 0
+        self._not_before = 0.0  # Whoever refuses a block is left alone for a moment.
 
     @property
     def waiting_count(self) -> int:
@@ -150,7 +151,7 @@ class Demotions:
     def pump(self, now: float) -> list[ins.Instruction]:
         """Begin as many demotions as the limits allow."""
         found: list[ins.Instruction] = []
-        if not self._lower.is_writable:
+        if not self._lower.is_writable or now < self._not_before:
             return found
         self.budget.tell(now)
         while (
@@ -312,6 +313,10 @@ class Demotions:
             found.append(ins.WriteGone(event.namespace, tier.slots_of(corrupt)))
         if hashes:
             found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
+        refused = alive & (rows != NOBODY) & (event.outcomes == ev.TransferOutcome.REFUSED)
+        if refused.any():
+            self._not_before = now + self._settings.refused_seconds
+            self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[refused])
         tier.unpin_transfer(places)
         return found
 

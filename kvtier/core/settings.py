@@ -26,6 +26,8 @@ class LowerSettings:
     # Also blocks that were used once, while the budget has room to spare; else only those that were
     # used twice, or of which a hint says that they will be.
     copies_unused: bool = True
+    # How long nothing is written after a block was refused: the queue is full, or an engine is off.
+    refused_seconds: float = 1.0
     # How long a segment waits for blocks that go again before it is reused without them.
     retire_wait_seconds: float = 10.0
     # Prefetches together promote at most this part of the pool.

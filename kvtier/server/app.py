@@ -108,6 +108,9 @@ class Daemon:
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
+            if parts.remote is not None and parts.lookup is not None:
+                parts.remote.start(tasks)
+                parts.lookup.start(tasks)
             parts.mover.start(tasks)
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())
@@ -137,6 +140,8 @@ class Daemon:
         parts.sessions.close()
         parts.slabs.stop()
         parts.mover.stop()
+        if parts.remote is not None:
+            await parts.remote.close()
         if parts.cxl is not None:
             parts.cxl.stop()
             parts.cxl.close()
@@ -177,6 +182,10 @@ class Daemon:
         self._parts.lane.close()
         # While the TaskGroup still works off what calls have begun.
         await self._parts.grpc.stop(GRPC_GRACE_SECONDS)
+        if self._parts.lookup is not None:
+            self._parts.lookup.stop()
+        if self._parts.remote is not None:
+            await self._parts.remote.stop()
         if nvme is not None:
             await nvme.stop()
 

@@ -46,6 +46,10 @@ from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.peers import PidfdWatch
+from kvtier.server.remote import RemoteParts, open_remote
+from kvtier.server.remote_lookup import RemoteLookup
+from kvtier.server.remote_report import RemoteReport
+from kvtier.server.remote_tier import RemoteKeeper
 from kvtier.server.reporter import Limit, Reporter, open_fd_count
 from kvtier.server.security import Tokens
 from kvtier.server.servicer import EngineCalls, EngineFacts
@@ -88,6 +92,8 @@ class Parts:
     slabs: SlabKeeper
     mover: Mover
     cxl: CxlKeeper | None
+    remote: RemoteKeeper | None
+    lookup: RemoteLookup | None
     nvme: NvmeKeeper | None
     sessions: Sessions
     socket: SessionSocket
@@ -139,7 +145,8 @@ async def build(config: Config, plan: Plan, open_driver: OpenDriver = open_file)
                 partial(open_paths, config.nvme, open_driver), "kvtier-open"
             )
             opened.callback(paths.close)
-        parts = await _Builder(config, plan, paths, memory).build()
+        remote = open_remote(config.remote, SystemClock())
+        parts = await _Builder(config, plan, paths, memory, remote).build()
         opened.pop_all()  # They are the daemon's now.
         return parts
 
@@ -148,7 +155,12 @@ class _Builder:
     """Makes the parts, each once."""
 
     def __init__(
-        self, config: Config, plan: Plan, paths: NvmePaths | None, memory: CxlMemory | None
+        self,
+        config: Config,
+        plan: Plan,
+        paths: NvmePaths | None,
+        memory: CxlMemory | None,
+        remote: RemoteParts | None,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -176,6 +188,12 @@ class _Builder:
         )
         self.mover = Mover(self.pool, self.core, self.base.metrics)
         self.cxl = None if memory is None else CxlKeeper(self.base, self.pool, memory)
+        self.remote: RemoteKeeper | None = None
+        self.lookup: RemoteLookup | None = None
+        if remote is not None:
+            known_bytes = config.remote.known_bytes
+            self.remote = RemoteKeeper(self.base, self.pool, remote, known_bytes=known_bytes)
+            self.lookup = RemoteLookup(self.base, self.remote)
         self.nvme: NvmeKeeper | None = None
         if paths is not None:
             self.nvme = NvmeKeeper(self.base, self.pool, paths, config.nvme, epochs.current_epochs)
@@ -188,7 +206,11 @@ class _Builder:
             self.base,
             self.sessions,
             self.slabs,
-            (CxlReport(self.base, self.cxl), NvmeReport(self.base, self.nvme)),
+            (
+                CxlReport(self.base, self.cxl),
+                NvmeReport(self.base, self.nvme),
+                RemoteReport(self.base, self.remote),
+            ),
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
@@ -237,6 +259,8 @@ class _Builder:
             slabs=self.slabs,
             mover=self.mover,
             cxl=self.cxl,
+            remote=self.remote,
+            lookup=self.lookup,
             nvme=self.nvme,
             sessions=self.sessions,
             socket=session_socket,
@@ -271,11 +295,13 @@ class _Builder:
 
     def _lower_effects(self) -> dict[type, Callable[..., None]]:
         """What is asked of a tier below memory goes to its keeper."""
-        keepers: dict[TierName, CxlKeeper | NvmeKeeper] = {}
+        keepers: dict[TierName, CxlKeeper | NvmeKeeper | RemoteKeeper] = {}
         if self.cxl is not None:
             keepers[TierName.CXL] = self.cxl
         if self.nvme is not None:
             keepers[TierName.NVME] = self.nvme
+        if self.remote is not None:
+            keepers[TierName.REMOTE] = self.remote
         return {
             ins.Demote: lambda asked: keepers[asked.tier].on_demote(asked),
             ins.Promote: lambda asked: keepers[asked.tier].on_promote(asked),
@@ -303,10 +329,15 @@ class _Builder:
             tenant=self.config.server.tenant,
             wait_seconds_max=self.config.lease.wait_seconds_max,
         )
-        engines = EngineCalls(self.base, self.sessions, self.watch, self.leasing, facts)
+        engines = EngineCalls(
+            self.base, self.sessions, self.watch, self.leasing, facts, self.lookup
+        )
         engines.add_to(handlers)
         self.data.add_to(handlers)
-        AdminCalls(self.base, self.reporter, self.leasing, self._check_shell).add_to(handlers)
+        administration = AdminCalls(
+            self.base, self.reporter, self.leasing, self._check_shell, self.remote
+        )
+        administration.add_to(handlers)
         return handlers
 
     def _server(self, handlers: Handlers) -> tuple[grpc.aio.Server, str]:
@@ -400,6 +431,12 @@ def _lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, L
         # Memory does not wear: whatever has its checksum is copied at once.
         found[TierName.CXL] = LowerSettings(write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR)
     found[TierName.NVME] = _nvme_settings(config, paths)
+    if config.remote.is_set:
+        given = config.remote.write_bytes_per_hour
+        found[TierName.REMOTE] = LowerSettings(
+            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR if given == AUTO else given,
+            copies_unused=False,
+        )
     return found
 
 

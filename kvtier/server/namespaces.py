@@ -71,7 +71,7 @@ class Namespaces:
         self._slab_count_max = slab_count_max
         self.count_max = count_max
         self._stride = stride
-        self._on_opened: Callable[[OpenedNamespace], None] = lambda _: None
+        self._on_opened: list[Callable[[OpenedNamespace], None]] = []
         self._by_id: dict[int, OpenedNamespace] = {}
         self._by_fingerprint: dict[bytes, OpenedNamespace] = {}
         # One opening or clearing at a time: the order of records is the order of events.
@@ -85,7 +85,7 @@ class Namespaces:
 
     def tell_opened(self, to: Callable[[OpenedNamespace], None]) -> None:
         """Call `to` with every namespace that is opened from now on, once the core knows it."""
-        self._on_opened = to
+        self._on_opened.append(to)
 
     def get(self, namespace: int) -> OpenedNamespace:
         """Raises UnknownNamespace."""
@@ -129,7 +129,8 @@ class Namespaces:
             )
             self._by_id[opened.id] = opened
             self._by_fingerprint[fingerprint] = opened
-            self._on_opened(opened)
+            for tell in self._on_opened:
+                tell(opened)
             return opened
 
     async def _clear(self, namespace: OpenedNamespace) -> Cleared:

@@ -205,15 +205,15 @@ def _password_in(path: str) -> str:
 
 def _check_tls(authorities: str, certificate: str | None, private_key: str | None) -> None:
     """Now, rather than as a connection that fails again and again."""
-    name = "remote.tls_authorities"
+    what = f"remote.tls_authorities {authorities}"
     try:
         context = ssl.create_default_context(cafile=authorities)
         if certificate is not None:
-            name = "remote.tls_certificate, remote.tls_private_key"
+            what = f"remote.tls_certificate {certificate} with its private key {private_key}"
             # A key that is encrypted would be asked for at the terminal.
             context.load_cert_chain(certificate, private_key, password=lambda: b"")
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError.
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{what} cannot be used: {error}") from None
 
 
 def _expanded(path: str) -> str:

@@ -76,7 +76,7 @@ class ShareKeeper:
         """Once, until it is another one."""
         trouble = error.strerror or str(error)
         if isinstance(error, FileNotFoundError) and error.filename == str(self._root / MARK_NAME):
-            trouble = f"not mounted, or not prepared: there is no {MARK_NAME}"
+            trouble = f"not mounted, or not made by `kvtier format`: no {MARK_NAME} there"
         if trouble != self.trouble:
             self.trouble = trouble
             log.warning("remote share cannot be used", extra={"path": self._root, "why": trouble})

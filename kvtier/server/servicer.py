@@ -16,6 +16,7 @@ from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
 from kvtier.server.leasing import Leasing
 from kvtier.server.namespaces import OpenedNamespace
+from kvtier.server.remote_lookup import RemoteLookup
 from kvtier.server.security import Caller
 from kvtier.server.sessions import Sessions
 from kvtier.server.watch import TokenIds, WatchHub
@@ -63,6 +64,7 @@ class EngineCalls:
         watch: WatchHub,
         leasing: Leasing,
         facts: EngineFacts,
+        lookup: RemoteLookup | None = None,
     ) -> None:
         self._core = base.core
         self._namespaces = base.namespaces
@@ -72,6 +74,7 @@ class EngineCalls:
         self._clock = base.clock
         self._metrics = base.metrics
         self._facts = facts
+        self._lookup = lookup
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -113,6 +116,9 @@ class EngineCalls:
         count = check_packed(packed, namespace.spec.hash_bytes)
         found = self._core.match_packed(namespace.id, packed)
         self._metrics.note_blocks("match", count, found.tiers)
+        if self._lookup is not None and found.matched_count < count:
+            hashes = PackedHashes(packed, namespace.spec.hash_bytes)
+            self._lookup.begin(namespace.id, hashes, found.matched_count)
         return pb.MatchResponse(
             matched_count=found.matched_count,
             memory_count=found.memory_count,
@@ -146,6 +152,7 @@ class EngineCalls:
                 skip_count=request.skip_count,
                 wait_until=self._wait_until(request.wait_ms, now, deadline),
             )
+            await self._look(event)
             granted = await self._leasing.acquire(event, tell_pending)
         self._metrics.acquire_seconds[waited].observe(self._clock.now() - now)
         if granted is None:
@@ -246,6 +253,14 @@ class EngineCalls:
         packed = request.hashes
         check_packed(packed, namespace.spec.hash_bytes)
         return namespace, PackedHashes(packed, namespace.spec.hash_bytes)
+
+    async def _look(self, event: ev.Acquire) -> None:
+        """Who waits for lower tiers waits for what other nodes have, too."""
+        if self._lookup is None or not event.wait_until:
+            return
+        assert isinstance(event.hashes, PackedHashes)
+        count = self._core.match_packed(event.namespace, event.hashes.packed).matched_count
+        await self._lookup.wait(event.namespace, event.hashes, count, event.wait_until)
 
     def _note_acquire(
         self, asked_count: int, cut: Cut, tiers: Iterable[tuple[TierName, int]]

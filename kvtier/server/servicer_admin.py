@@ -13,6 +13,7 @@ from kvtier.server.base import Base
 from kvtier.server.calls import Handlers
 from kvtier.server.leasing import PIN_WAIT_SECONDS, Leasing
 from kvtier.server.namespaces import OpenedNamespace
+from kvtier.server.remote_tier import RemoteKeeper
 from kvtier.server.reporter import Reporter
 from kvtier.server.security import Caller
 from kvtier.server.wire import check_packed
@@ -31,6 +32,7 @@ class AdminCalls:
         reporter: Reporter,
         leasing: Leasing,
         check_pool: Callable[[], list[str]],
+        remote: RemoteKeeper | None = None,
     ) -> None:
         self._core = base.core
         self._namespaces = base.namespaces
@@ -38,6 +40,7 @@ class AdminCalls:
         self._leasing = leasing
         self._clock = base.clock
         self._check_pool = check_pool
+        self._remote = remote
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -75,7 +78,12 @@ class AdminCalls:
         )
 
     async def clear(self, request: pb.ClearRequest, _: Caller) -> pb.ClearResponse:
-        cleared = await self._namespaces.clear(self._namespaces.get(request.namespace_id))
+        namespace = self._namespaces.get(request.namespace_id)
+        if self._remote is not None:
+            self._remote.begin_clear(namespace.id)
+        cleared = await self._namespaces.clear(namespace)
+        if self._remote is not None:
+            await self._remote.clear(namespace.id)
         return pb.ClearResponse(epoch=cleared.epoch, voided_count=cleared.voided_count)
 
     async def drain(self, request: pb.DrainRequest, _: Caller) -> pb.DrainResponse:

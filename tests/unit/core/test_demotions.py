@@ -280,12 +280,21 @@ def test_nothing_goes_down_without_budget() -> None:
 # ------------------------------------------------------------------------------------- bad endings
 
 
-@pytest.mark.parametrize("outcome", [TransferOutcome.FAILED, TransferOutcome.REFUSED])
-def test_a_block_that_could_not_be_written_may_go_down_at_its_next_use(
-    story: TieredStory, outcome: TransferOutcome
-) -> None:
+def test_a_block_that_was_refused_goes_down_a_moment_later(story: TieredStory) -> None:
+    """Not at once: whoever is off would refuse it again and again."""
     story.offload("ab")
-    story.mover.finish(story.under_way[0], outcome)
+    story.mover.finish(story.under_way[0], TransferOutcome.REFUSED)
+    story.tick(0.0)
+    assert (story.under_way, story.on_nvme("ab"), story.matched("ab")) == ([], 0, 2)
+    story.tick(1.0)
+    story.world.finish_work()
+    assert story.on_nvme("ab") == 2
+    story.world.check([chain("ab")])
+
+
+def test_a_block_that_could_not_be_written_may_go_down_at_its_next_use(story: TieredStory) -> None:
+    story.offload("ab")
+    story.mover.finish(story.under_way[0], TransferOutcome.FAILED)
     story.world.finish_work()
     assert (story.on_nvme("ab"), story.matched("ab")) == (0, 2)
     story.use("ab")

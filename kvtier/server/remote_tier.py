@@ -1,0 +1,298 @@
+"""The shell's side of the remote tier: blocks put into an engine that other nodes use too, and got.
+
+The core's book of it is what this daemon remembers to be there: its slots are only numbers, each
+block is asked for by its hash. What an engine has lost is lost here when it is asked for; an engine
+that is slow, gone or off costs a miss, and what it holds is remembered until it is back.
+
+A namespace has an epoch among the nodes (`pools/remote/epochs.py`), besides the daemon's own one. A
+clear changes both, the nodes' one last: while that could not be changed the tier is off for the
+namespace, or blocks of before would be found again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
+from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
+from kvtier.errors import Unavailable
+from kvtier.io.checksum import block_checksums
+from kvtier.layout import SEGMENT_BYTES
+from kvtier.pools.dram import DramPool
+from kvtier.pools.remote.blocks import BlockViews, Ending, RemoteBlocks, RemoteLayout
+from kvtier.pools.remote.engine import RemoteOutcome
+from kvtier.pools.remote.epochs import MEMBER_BYTES, EpochWatch
+from kvtier.pools.remote.frame import FrameFault
+from kvtier.pools.superblock import ROW_COUNT_MAX
+from kvtier.server.base import Base
+from kvtier.server.finish import finish
+from kvtier.server.namespaces import OpenedNamespace
+from kvtier.server.remote import RemoteParts, element_width
+from kvtier.types import BlockHash, NamespaceId, TierName
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+# What is not there, or not what it should be, is forgotten; after all else it may be there still.
+_GONE = {RemoteOutcome.ABSENT: TransferOutcome.FAILED}
+
+
+@dataclass(slots=True)
+class _Space:
+    """One namespace in the remote engine."""
+
+    namespace: OpenedNamespace
+    blocks: RemoteBlocks
+    epochs: EpochWatch
+    is_void: bool = False  # Cleared here, and not yet among the nodes.
+
+    def current_epoch(self) -> int | None:
+        return None if self.is_void else self.epochs.current_epoch()
+
+
+class RemoteKeeper:
+    """Lives on the event loop."""
+
+    def __init__(self, base: Base, dram: DramPool, parts: RemoteParts, *, known_bytes: int) -> None:
+        """`known_bytes`: of blocks that are remembered to be there."""
+        self._base = base
+        self._dram = dram
+        self._parts = parts
+        self._segment_count = max(2, known_bytes // SEGMENT_BYTES)
+        self._member = secrets.token_bytes(MEMBER_BYTES)
+        self._spaces: dict[NamespaceId, _Space] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._following: list[asyncio.Task[None]] = []
+        self._moving: set[asyncio.Task[None]] = set()
+        self._is_over = False
+        self.block_counts = {"demote": 0, "promote": 0}  # Under way.
+        base.namespaces.tell_opened(self._open)
+
+    @property
+    def name(self) -> str:
+        """The engine's, without secrets."""
+        return self._parts.engine.name
+
+    @property
+    def epoch_count(self) -> int:
+        """Namespaces that the tier is on for."""
+        return sum(space.current_epoch() is not None for space in self._spaces.values())
+
+    @property
+    def known_bytes_max(self) -> int:
+        return self._segment_count * SEGMENT_BYTES
+
+    @property
+    def parts(self) -> RemoteParts:
+        return self._parts
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._parts.start()
+        self._base.core.post(
+            LowerOpened(
+                segment_bytes=SEGMENT_BYTES,
+                segment_count=self._segment_count,
+                row_count_max=ROW_COUNT_MAX,
+                lane_count=1,
+                sequence_first=1,
+                tier=TierName.REMOTE,
+            )
+        )
+
+    def _open(self, namespace: OpenedNamespace) -> None:
+        """Follow its epoch from now on."""
+        assert self._tasks is not None, "a namespace before the start"
+        parts, spec = self._parts, namespace.spec
+        epochs = EpochWatch(
+            parts.engine,
+            namespace.fingerprint,
+            self._member,
+            clock=self._base.clock,
+            draw=secrets.randbits,
+        )
+        layout = RemoteLayout(
+            namespace.fingerprint,
+            spec.shard_count,
+            namespace.payload_bytes,
+            element_width(spec.kv_dtype),
+        )
+        space = _Space(namespace, None, epochs)  # type: ignore[arg-type]  # Each knows the other.
+        space.blocks = RemoteBlocks(
+            parts.engine,
+            layout,
+            space,
+            chooser=parts.make_chooser(),
+            threads=parts.threads,
+            clock=self._base.clock,
+            buffers=parts.buffers,
+        )
+        self._spaces[namespace.id] = space
+        name = f"remote epoch {namespace.id}"
+        self._following.append(self._tasks.create_task(epochs.follow(), name=name))
+
+    # ----------------------------------------------------------------------------- instructions
+
+    def on_bind_segments(self, bound: BindSegments) -> None:
+        """Slots are numbers of the core's."""
+
+    def on_write_ready(self, written: WriteLowerReady) -> None:
+        """Blocks are asked for by their hashes."""
+
+    def on_write_gone(self, written: WriteLowerGone) -> None:
+        """What the daemon forgets others may use; the engine has its own rules for what goes."""
+
+    def on_demote(self, asked: Demote) -> None:
+        checksums = self._dram.checksums(asked.slots)
+        blocks = [
+            BlockViews(block, self._dram.views(slot), int(checksum))
+            for block, slot, checksum in zip(
+                asked.hashes, asked.slots.tolist(), checksums.tolist(), strict=True
+            )
+        ]
+        self._spawn("demote", len(blocks), self._demote(asked, blocks, checksums))
+
+    def on_promote(self, asked: Promote) -> None:
+        blocks = [
+            BlockViews(block, self._dram.views(slot))
+            for block, slot in zip(asked.hashes, asked.slots.tolist(), strict=True)
+        ]
+        self._spawn("promote", len(blocks), self._promote(asked, blocks))
+
+    async def _demote(
+        self, asked: Demote, blocks: Sequence[BlockViews], checksums: npt.NDArray[np.uint64]
+    ) -> None:
+        space = self._spaces[asked.namespace]
+        endings = await space.blocks.put(blocks, timeout_seconds=self._parts.timeout_seconds)
+        outcomes = _outcomes(endings, {FrameFault.CHECKSUM: TransferOutcome.CORRUPT})
+        self._base.metrics.corrupt_blocks.inc(int((outcomes == TransferOutcome.CORRUPT).sum()))
+        self._end(asked, "demote", outcomes, checksums)
+
+    async def _promote(self, asked: Promote, blocks: Sequence[BlockViews]) -> None:
+        space = self._spaces[asked.namespace]
+        endings = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
+        faults = dict.fromkeys(FrameFault, TransferOutcome.CORRUPT)
+        outcomes = _outcomes(endings, _GONE | faults)
+        views = [one.shards for one in blocks]
+        checksums = await asyncio.get_running_loop().run_in_executor(
+            self._parts.threads, block_checksums, views
+        )
+        self._end(asked, "promote", outcomes, checksums)
+
+    def _end(
+        self,
+        asked: Demote | Promote,
+        direction: str,
+        outcomes: npt.NDArray[np.uint8],
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        for outcome in TransferOutcome:
+            count = int((outcomes == outcome).sum())
+            labels = (direction, outcome.name.lower())
+            self._base.metrics.remote_transferred_blocks.labels(*labels).inc(count)
+        if self._is_over:
+            return
+        kind = Demoted if isinstance(asked, Demote) else Promoted
+        self._base.core.post(
+            kind(
+                namespace=asked.namespace,
+                slots=asked.slots,
+                lower_slots=asked.lower_slots,
+                outcomes=outcomes,
+                checksums=checksums,
+                tier=TierName.REMOTE,
+            )
+        )
+
+    # ----------------------------------------------------------------------------- other nodes
+
+    async def exists_count(self, namespace: NamespaceId, hashes: Sequence[BlockHash]) -> int | None:
+        """How many leading blocks have a value in the engine; None when it does not tell."""
+        space = self._spaces.get(namespace)
+        if space is None:
+            return None
+        outcomes = await space.blocks.exists(hashes, timeout_seconds=self._parts.timeout_seconds)
+        for count, outcome in enumerate(outcomes):
+            if outcome is not RemoteOutcome.DONE:
+                return count if count or outcome is RemoteOutcome.ABSENT else None
+        return len(outcomes)
+
+    def begin_clear(self, namespace: NamespaceId) -> None:
+        """Before the core forgets: nothing of the namespace is found or got from now on."""
+        space = self._spaces.get(namespace)
+        if space is not None:
+            space.is_void = True
+
+    async def clear(self, namespace: NamespaceId) -> None:
+        """The namespace is empty for all nodes when this returns. Raises Unavailable when that
+        could not be done; then the tier is off for it here until it is cleared again."""
+        space = self._spaces.get(namespace)
+        if space is None:
+            return
+        space.is_void = True
+        cleared = await finish(space.epochs.clear())
+        if cleared.outcome is not RemoteOutcome.DONE:
+            raise Unavailable(
+                f"cleared on this node, but {self.name} could not be told ({cleared.outcome}): "
+                "other nodes still use what is there, and this one nothing of it; clear again"
+            )
+        space.is_void = False
+
+    # ------------------------------------------------------------------------------------- end
+
+    async def stop(self) -> None:
+        """The orderly end: what is under way ends, at its deadline at the latest."""
+        self._is_over = True
+        for task in self._following:
+            task.cancel()
+        if self._moving:
+            await asyncio.wait(self._moving)
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                for space in self._spaces.values():
+                    await space.epochs.leave()
+        except TimeoutError:
+            log.warning("remote engine is told nothing of our end", extra={"engine": self.name})
+
+    async def close(self) -> None:
+        self._is_over = True
+        for task in (*self._following, *self._moving):
+            task.cancel()
+        await self._parts.close()
+
+    # --------------------------------------------------------------------------------- helpers
+
+    def _spawn(self, direction: str, count: int, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None, "the remote tier was not started"
+        self.block_counts[direction] += count
+        task = self._tasks.create_task(work)
+        self._moving.add(task)
+
+        def on_done(done: asyncio.Task[None]) -> None:
+            self.block_counts[direction] -= count
+            self._moving.discard(done)
+
+        task.add_done_callback(on_done)
+
+
+def _outcomes(
+    endings: Sequence[Ending], known: dict[Any, TransferOutcome]
+) -> npt.NDArray[np.uint8]:
+    """REFUSED for all that says nothing of the block."""
+    return np.array(
+        [
+            TransferOutcome.DONE
+            if ending is RemoteOutcome.DONE
+            else known.get(ending, TransferOutcome.REFUSED)
+            for ending in endings
+        ],
+        np.uint8,
+    )

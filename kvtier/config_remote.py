@@ -47,7 +47,7 @@ class RemoteConfig:
         "remote tier, whatever else is set.",
     )
     path: str = option(
-        "", PathValue(), "files: the folder on the share, mounted and prepared; see remote.md."
+        "", PathValue(), "files: the folder on the share, made once by `kvtier format FOLDER`."
     )
     capacity_bytes: int = option(
         0,
@@ -196,6 +196,9 @@ def _check_redis(remote: RemoteConfig) -> None:
 def _check_mooncake(remote: RemoteConfig) -> None:
     if not remote.master:
         raise ConfigError('remote.engine is mooncake: set remote.master, such as "10.0.0.1:50051"')
+    for name in ("master", "metadata"):
+        if "@" in getattr(remote, name):  # Not shown: it may hold a password.
+            raise ConfigError(f"remote.{name} has a user in it: no secret may stand here")
     if "://" not in remote.master:
         split_remote_address("remote.master", remote.master)
     if not remote.host:

@@ -2,8 +2,8 @@
 
 Several paths are one pool, striped; each has the size that --bytes says (a device, all it has).
 What they held is lost, so paths that hold anything are refused without --force. A dax device, such
-as /dev/dax0.0, is made kvtier's in the same way, alone. Exit codes: 0; 2 when a path is refused,
-and then nothing was changed.
+as /dev/dax0.0, is made kvtier's in the same way, alone; so is an empty folder on a shared file
+system, for the remote tier. Exit codes: 0; 2 when a path is refused, and then nothing was changed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from kvtier.io.dax import find_dax_device
 from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.dax import format_device
 from kvtier.pools.nvme_paths import PATHS_MAX, format_paths
+from kvtier.pools.remote.files import MARK_NAME, prepare_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="file or device")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="PATH", help="file, device, or folder"
+    )
     parser.add_argument(
         "--bytes", type=size, dest="length_bytes", metavar="SIZE", help="of each path, as 8GiB"
     )
@@ -40,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadRequest("a path is given twice")
     if any(path.is_char_device() for path in paths):
         return _format_dax(paths, arguments)
+    if any(path.is_dir() for path in paths):
+        return _format_share(paths, arguments)
     if len(paths) > PATHS_MAX:
         raise BadRequest(f"{len(paths)} paths; a pool has at most {PATHS_MAX}")
     if arguments.segment_bytes % 4096:
@@ -90,6 +95,27 @@ def _format_dax(paths: list[Path], arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"{device.path} formatted: {bytes_text(device.size_bytes)}")
+    return 0
+
+
+def _format_share(paths: list[Path], arguments: argparse.Namespace) -> int:
+    """Mark the folder, so that one whose share is not mounted is told from one that is."""
+    [root, *others] = paths
+    if others:
+        raise BadRequest("a folder is a remote engine of its own: give it alone")
+    if arguments.length_bytes is not None:
+        raise BadRequest("a folder has no size: leave --bytes out, set remote.capacity_bytes")
+    try:
+        names = os.listdir(root)
+        if names and MARK_NAME not in names and not arguments.force:
+            raise BadRequest(f"{root} holds something; --force puts the blocks beside it")
+        prepare_root(root)
+    except OSError as error:
+        raise BadRequest(f"{root}: {error.strerror}") from None
+    if arguments.json:
+        print_json({"paths": [str(root)], "was_formatted": MARK_NAME in names})
+    else:
+        print(f"{root} is a remote engine" + (" already" if MARK_NAME in names else " now"))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Opens the remote engine that `[remote]` names, with all that its namespaces share.
 
-The package of an engine is imported only when the engine is asked for.
+The adapters import their engines' packages when they are made, so only what is asked for is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from kvtier.pools.remote.blocks import CodecChooser, FixedCodec
 from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import RemoteEngine
+from kvtier.pools.remote.files import FilesEngine, FilesSettings
+from kvtier.pools.remote.mooncake import MooncakeEngine, MooncakeSettings
+from kvtier.pools.remote.redis import RedisEngine, RedisSettings, RedisTls
 from kvtier.server.remote_share import ShareKeeper
 
 log = logging.getLogger(__name__)
@@ -138,15 +141,16 @@ def _chooser_maker(name: str) -> Callable[[], CodecChooser]:
 
 
 def _make_files(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffers) -> RemoteEngine:
-    from kvtier.pools.remote.files import FilesEngine, FilesSettings
-
     settings = FilesSettings(Path(config.path).expanduser(), config.capacity_bytes)
     return FilesEngine(settings, unique=unique, clock=clock, buffers=buffers)
 
 
 def _make_redis(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffers) -> RemoteEngine:
-    from kvtier.pools.remote.redis import RedisEngine, RedisSettings, RedisTls
+    return RedisEngine(redis_settings(config))
 
+
+def redis_settings(config: RemoteConfig) -> RedisSettings:
+    """Reads the password, and the certificates to see that they can be used."""
     tls = None
     if config.tls_authorities:
         tls = RedisTls(
@@ -156,7 +160,7 @@ def _make_redis(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffer
             check_hostname=config.tls_check_hostname,
         )
         _check_tls(tls.authorities, tls.certificate, tls.private_key)
-    settings = RedisSettings(
+    return RedisSettings(
         addresses=tuple(
             split_remote_address("remote.addresses", address) for address in config.addresses
         ),
@@ -166,14 +170,11 @@ def _make_redis(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffer
         tls=tls,
         lifetime_seconds=config.lifetime_seconds or None,
     )
-    return RedisEngine(settings)
 
 
 def _make_mooncake(
     config: RemoteConfig, clock: Clock, unique: str, buffers: Buffers
 ) -> RemoteEngine:
-    from kvtier.pools.remote.mooncake import MooncakeEngine, MooncakeSettings
-
     settings = MooncakeSettings(
         master=config.master,
         host=config.host,

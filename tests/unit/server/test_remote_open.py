@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,15 @@ from kvtier.policy.codec_choice import CodecChoice
 from kvtier.pools.remote.blocks import FixedCodec
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome
 from kvtier.pools.remote.files import OWNER_NAME, prepare_root
-from kvtier.server.remote import PASSWORD_BYTES_MAX, RemoteParts, element_width, open_remote
+from kvtier.pools.remote.redis import RedisTls
+from kvtier.server.remote import (
+    PASSWORD_BYTES_MAX,
+    RemoteParts,
+    element_width,
+    open_remote,
+    redis_settings,
+)
+from tests.support.mooncake_master import needs_mooncake
 from tests.support.redis_server import needs_redis, redis_server
 from tests.tidy.sources import ROOT
 
@@ -169,6 +178,59 @@ def test_certificates_that_cannot_be_used_are_told_at_the_start(tmp_path: Path) 
     assert line.startswith(f"remote.engine is redis: remote.tls_authorities {absent} cannot be")
     (tmp_path / "ca.pem").write_text("no certificate\n")
     assert "cannot be used" in refusal(**REDIS, tls_authorities=absent)
+
+
+def make_certificate(folder: Path, *arguments: str) -> None:
+    """One that vouches for itself, `cert.pem` with `key.pem`."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=kv"]
+    paths = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run([*command, *paths, *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_every_option_of_redis_reaches_the_adapter(tmp_path: Path) -> None:
+    make_certificate(tmp_path, "-nodes")
+    (tmp_path / "password").write_text(SECRET)
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    options = {
+        "engine": "redis",
+        "addresses": "10.0.0.1:6379,[fd00::1]:6380",
+        "cluster": "true",
+        "username": "kv",
+        "password_file": str(tmp_path / "password"),
+        "tls_authorities": cert,
+        "tls_certificate": cert,
+        "tls_private_key": key,
+        "tls_check_hostname": "false",
+        "lifetime_seconds": "60",
+    }
+    loaded = load(None, {f"remote.{name}": value for name, value in options.items()})
+    settings = redis_settings(loaded.remote)
+    assert settings.addresses == (("10.0.0.1", 6379), ("fd00::1", 6380))
+    assert (settings.is_cluster, settings.lifetime_seconds) == (True, 60.0)
+    assert (settings.username, settings.password) == ("kv", SECRET)
+    assert settings.tls == RedisTls(cert, cert, key, check_hostname=False)
+    assert SECRET not in repr(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_a_key_that_is_encrypted_is_refused(tmp_path: Path) -> None:
+    make_certificate(tmp_path, "-passout", "pass:1234")
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    options = {"tls_authorities": cert, "tls_certificate": cert, "tls_private_key": key}
+    assert f"remote.tls_certificate {cert} with its private key" in refusal(**REDIS, **options)
+
+
+@needs_mooncake
+def test_a_daemon_starts_without_its_mooncake_master() -> None:
+    async def work(parts: RemoteParts) -> None:
+        assert parts.engine.name == "mooncake:127.0.0.1:1"
+        [outcome] = await parts.engine.exists([RemoteKey("kvtier1/a/b")], timeout_seconds=10)
+        assert outcome is RemoteOutcome.UNREACHABLE
+
+    play(work, engine="mooncake", master="127.0.0.1:1", host="127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,10 @@ METHODS = [
     "Stats",
     "Watch",
 ]
-LIMITS = [
-    "sessions",
-    "namespaces",
-    "watchers",
-    "puts",
-    "calls",
-    "leases_per_session",
-    "leased_bytes",
-    "file_descriptors",
-]
+LIMITS = (
+    *("sessions", "namespaces", "watchers", "puts", "calls", "leases_per_session"),
+    *("leased_bytes", "file_descriptors"),
+)
 SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]
 SESSION_STATES = ["live", "lost", "ended", "dead"]
 BLOCK_CALLS = ("match", "acquire", "get")

@@ -108,9 +108,9 @@ class Daemon:
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
-            if parts.remote is not None and parts.lookup is not None:
+            if parts.remote is not None and parts.search is not None:
                 parts.remote.start(tasks)
-                parts.lookup.start(tasks)
+                parts.search.start(tasks)
             parts.mover.start(tasks)
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())
@@ -182,8 +182,8 @@ class Daemon:
         self._parts.lane.close()
         # While the TaskGroup still works off what calls have begun.
         await self._parts.grpc.stop(GRPC_GRACE_SECONDS)
-        if self._parts.lookup is not None:
-            self._parts.lookup.stop()
+        if self._parts.search is not None:
+            self._parts.search.stop()
         if self._parts.remote is not None:
             await self._parts.remote.stop()
         if nvme is not None:

@@ -47,8 +47,8 @@ from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_path
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.remote import RemoteParts, open_remote
-from kvtier.server.remote_lookup import RemoteLookup
 from kvtier.server.remote_report import RemoteReport
+from kvtier.server.remote_search import RemoteSearch
 from kvtier.server.remote_tier import RemoteKeeper
 from kvtier.server.reporter import Limit, Reporter, open_fd_count
 from kvtier.server.security import Tokens
@@ -93,7 +93,7 @@ class Parts:
     mover: Mover
     cxl: CxlKeeper | None
     remote: RemoteKeeper | None
-    lookup: RemoteLookup | None
+    search: RemoteSearch | None
     nvme: NvmeKeeper | None
     sessions: Sessions
     socket: SessionSocket
@@ -146,27 +146,29 @@ async def build(config: Config, plan: Plan, open_driver: OpenDriver = open_file)
             )
             opened.callback(paths.close)
         remote = open_remote(config.remote, SystemClock())
-        parts = await _Builder(config, plan, paths, memory, remote).build()
+        parts = await _Builder(config, plan, _Lower(paths, memory, remote)).build()
         opened.pop_all()  # They are the daemon's now.
         return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Lower:
+    """What the tiers below memory lie on, opened; None for those that there are not."""
+
+    paths: NvmePaths | None
+    memory: CxlMemory | None
+    remote: RemoteParts | None
 
 
 class _Builder:
     """Makes the parts, each once."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        paths: NvmePaths | None,
-        memory: CxlMemory | None,
-        remote: RemoteParts | None,
-    ) -> None:
+    def __init__(self, config: Config, plan: Plan, lower: _Lower) -> None:
         self.config = config
         self.plan = plan
         self._bound: list[Path] = []
         epochs = EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32))
-        self.base = _base(config, plan, epochs, paths)
+        self.base = _base(config, plan, epochs, lower.paths)
         self.core = self.base.core
         self.tokens = Tokens()
         self.pool = DramPool(plan.generation)
@@ -187,16 +189,7 @@ class _Builder:
             source=memory_source(config.dram.nodes),
         )
         self.mover = Mover(self.pool, self.core, self.base.metrics)
-        self.cxl = None if memory is None else CxlKeeper(self.base, self.pool, memory)
-        self.remote: RemoteKeeper | None = None
-        self.lookup: RemoteLookup | None = None
-        if remote is not None:
-            known_bytes = config.remote.known_bytes
-            self.remote = RemoteKeeper(self.base, self.pool, remote, known_bytes=known_bytes)
-            self.lookup = RemoteLookup(self.base, self.remote)
-        self.nvme: NvmeKeeper | None = None
-        if paths is not None:
-            self.nvme = NvmeKeeper(self.base, self.pool, paths, config.nvme, epochs.current_epochs)
+        self._make_lower(lower, epochs)
         self.watch = WatchHub(
             watchers_max=config.server.watchers_max,
             events_max=config.server.watch_events_max,
@@ -224,6 +217,20 @@ class _Builder:
             puts_max=config.server.puts_max,
             lease_seconds_max=config.lease.seconds_max,
         )
+
+    def _make_lower(self, lower: _Lower, epochs: EpochStore) -> None:
+        """The keepers of the tiers below memory that there are."""
+        base, pool, config = self.base, self.pool, self.config
+        self.cxl = None if lower.memory is None else CxlKeeper(base, pool, lower.memory)
+        self.nvme: NvmeKeeper | None = None
+        if lower.paths is not None:
+            self.nvme = NvmeKeeper(base, pool, lower.paths, config.nvme, epochs.current_epochs)
+        self.remote: RemoteKeeper | None = None
+        self.search: RemoteSearch | None = None
+        if lower.remote is not None:
+            known_bytes = config.remote.known_bytes
+            self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes)
+            self.search = RemoteSearch(base, self.remote)
 
     async def build(self) -> Parts:
         try:
@@ -260,7 +267,7 @@ class _Builder:
             mover=self.mover,
             cxl=self.cxl,
             remote=self.remote,
-            lookup=self.lookup,
+            search=self.search,
             nvme=self.nvme,
             sessions=self.sessions,
             socket=session_socket,
@@ -330,7 +337,7 @@ class _Builder:
             wait_seconds_max=self.config.lease.wait_seconds_max,
         )
         engines = EngineCalls(
-            self.base, self.sessions, self.watch, self.leasing, facts, self.lookup
+            self.base, self.sessions, self.watch, self.leasing, facts, self.search
         )
         engines.add_to(handlers)
         self.data.add_to(handlers)

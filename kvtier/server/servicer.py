@@ -16,7 +16,7 @@ from kvtier.server.base import Base
 from kvtier.server.calls import Handlers, Send
 from kvtier.server.leasing import Leasing
 from kvtier.server.namespaces import OpenedNamespace
-from kvtier.server.remote_lookup import RemoteLookup
+from kvtier.server.remote_search import RemoteSearch
 from kvtier.server.security import Caller
 from kvtier.server.sessions import Sessions
 from kvtier.server.watch import TokenIds, WatchHub
@@ -64,7 +64,7 @@ class EngineCalls:
         watch: WatchHub,
         leasing: Leasing,
         facts: EngineFacts,
-        lookup: RemoteLookup | None = None,
+        search: RemoteSearch | None = None,
     ) -> None:
         self._core = base.core
         self._namespaces = base.namespaces
@@ -74,7 +74,7 @@ class EngineCalls:
         self._clock = base.clock
         self._metrics = base.metrics
         self._facts = facts
-        self._lookup = lookup
+        self._search = search
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -116,9 +116,9 @@ class EngineCalls:
         count = check_packed(packed, namespace.spec.hash_bytes)
         found = self._core.match_packed(namespace.id, packed)
         self._metrics.note_blocks("match", count, found.tiers)
-        if self._lookup is not None and found.matched_count < count:
+        if self._search is not None and found.matched_count < count:
             hashes = PackedHashes(packed, namespace.spec.hash_bytes)
-            self._lookup.begin(namespace.id, hashes, found.matched_count)
+            self._search.begin(namespace.id, hashes, found.matched_count)
         return pb.MatchResponse(
             matched_count=found.matched_count,
             memory_count=found.memory_count,
@@ -256,11 +256,11 @@ class EngineCalls:
 
     async def _look(self, event: ev.Acquire) -> None:
         """Who waits for lower tiers waits for what other nodes have, too."""
-        if self._lookup is None or not event.wait_until:
+        if self._search is None or not event.wait_until:
             return
         assert isinstance(event.hashes, PackedHashes)
         count = self._core.match_packed(event.namespace, event.hashes.packed).matched_count
-        await self._lookup.wait(event.namespace, event.hashes, count, event.wait_until)
+        await self._search.wait(event.namespace, event.hashes, count, event.wait_until)
 
     def _note_acquire(
         self, asked_count: int, cut: Cut, tiers: Iterable[tuple[TierName, int]]

@@ -22,7 +22,7 @@ ABSENT_MAX = 65_536
 # Asked for at once, and at most for one call.
 BATCH_BLOCKS = 128
 CHAIN_BLOCKS_MAX = 16_384
-LOOKUPS_MAX = 64
+SEARCHES_MAX = 64
 
 _Key = tuple[NamespaceId, BlockHash]
 
@@ -50,7 +50,7 @@ class AbsentBlocks:
         return until is not None and self._clock.now() < until
 
 
-class RemoteLookup:
+class RemoteSearch:
     """Lives on the event loop."""
 
     def __init__(self, base: Base, keeper: RemoteKeeper) -> None:
@@ -80,7 +80,7 @@ class RemoteLookup:
         if key in self._absent:
             return None
         task = self._under_way.get(key)
-        if task is None and len(self._under_way) < LOOKUPS_MAX:
+        if task is None and len(self._under_way) < SEARCHES_MAX:
             task = self._tasks.create_task(self._look(namespace, hashes, matched_count))
             self._under_way[key] = task
             task.add_done_callback(lambda _: self._under_way.pop(key, None))

@@ -97,6 +97,14 @@ class FakeDisk:
         self.stamps[slot] = (b"flipped",)
         self.scribbled.add(slot)
 
+    def blocks_of(self, record: NamespaceRecord) -> set[BlockHash]:
+        """Blocks of this namespace that are not void, by the table in memory."""
+        return {
+            row.block
+            for row in self.rows.values()
+            if (row.fingerprint, row.epoch) == (record.fingerprint, record.epoch)
+        }
+
     def right_blocks(self, record: NamespaceRecord) -> set[BlockHash]:
         """Blocks of this namespace whose bytes here are as they should be."""
         return {

@@ -109,9 +109,15 @@ class LowerShell:
         return taken_in
 
     def check(self) -> None:
-        """The core and the slot table agree on how many blocks there are."""
+        """The core and the slot table agree on how many blocks there are; and so do watchers on
+        which, once all that was lost is swept."""
         block_count = self.disk.block_count(self._epochs())
         assert self.counts.block_count == block_count, f"{self.tier}: not as in its table"
+        if not self._world.turns:
+            for record in self._world.namespaces.values():
+                if record.is_open:
+                    blocks = self.disk.blocks_of(record)
+                    assert blocks == record.below[self.tier], f"{self.tier}: slots are lost"
 
     def assert_all_free(self) -> None:
         """Every block of an open namespace is void: only segments that are being filled are left,

@@ -64,7 +64,7 @@ class LadderStory(TieredStory):
                     if name[-1] in wanted:
                         mover.move(one, member)
                     else:
-                        one.outcomes[member] = TransferOutcome.REFUSED
+                        one.outcomes[member] = TransferOutcome.FAILED
                 mover.finish(one)
         self.leave_memory()
         self.world.check([chain(path)])
@@ -124,7 +124,7 @@ def test_a_block_is_pinned_until_both_tiers_have_it(story: LadderStory) -> None:
     assert story.in_memory("ab") == 0
 
 
-def test_a_block_that_one_tier_refused_is_in_the_other(story: LadderStory) -> None:
+def test_a_block_that_one_tier_did_not_take_is_in_the_other(story: LadderStory) -> None:
     story.write_down("abc", cxl="a", nvme="abc")
     assert (story.stored(CXL), story.stored(NVME)) == (["a"], ["a", "ab", "abc"])
     assert story.matched("abc") == 3
@@ -148,7 +148,7 @@ def test_a_chain_that_pauses_goes_down_to_both_tiers(story: LadderStory) -> None
     story.offload("ab")
     for tier in BOTH:
         mover = story.world.lower[tier].mover
-        mover.finish(mover.under_way[0], TransferOutcome.REFUSED)
+        mover.finish(mover.under_way[0], TransferOutcome.FAILED)
     assert story.world.run(ev.HintPaused(NS, packed(chain("ab")))) == ins.HintUsed(True)
     story.world.finish_work()
     assert story.stored(CXL) == story.stored(NVME) == ["a", "ab"]

@@ -19,7 +19,7 @@ export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 OTHER_GATES := torture or vllm or gpu or cxl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench test-vllm test-cxl gpu-check proto wheel clean
+.PHONY: help setup check test demo torture sim bench test-vllm test-vllm-versions test-cxl gpu-check proto wheel clean
 
 help: ## Print this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

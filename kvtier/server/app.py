@@ -140,12 +140,12 @@ class Daemon:
         parts.sessions.close()
         parts.slabs.stop()
         parts.mover.stop()
-        if parts.remote is not None:
-            await parts.remote.close()
+        is_quiet = parts.remote is None or await parts.remote.close()
         if parts.cxl is not None:
             parts.cxl.stop()
             parts.cxl.close()
-        if parts.nvme is None or await parts.nvme.close():
+        is_quiet &= parts.nvme is None or await parts.nvme.close()
+        if is_quiet:
             parts.pool.close()  # Else a thread may still read or write there.
         self._remove_sockets()
         log.info("daemon ended")

@@ -254,7 +254,7 @@ class RemoteKeeper:
         for task in self._following:
             task.cancel()
         if self._moving:
-            await asyncio.wait(self._moving)
+            await asyncio.wait(self._moving, timeout=CLOSE_SECONDS)
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 for space in self._spaces.values():
@@ -262,11 +262,16 @@ class RemoteKeeper:
         except TimeoutError:
             log.warning("remote engine is told nothing of our end", extra={"engine": self.name})
 
-    async def close(self) -> None:
+    async def close(self) -> bool:
+        """Whether nobody of ours touches memory any more; until then it must stay where it is."""
         self._is_over = True
-        for task in (*self._following, *self._moving):
+        moving = list(self._moving)
+        for task in (*self._following, *moving):
             task.cancel()
+        if moving:  # Cancelled, they still wait for threads that read or write slots.
+            await asyncio.wait(moving, timeout=CLOSE_SECONDS)
         await self._parts.close()
+        return all(task.done() for task in moving)
 
     # --------------------------------------------------------------------------------- helpers
 

@@ -27,7 +27,7 @@ from kvtier.pools.remote.engine import Health, RemoteKey, RemoteOutcome, Reply
 
 # A pipeline of so much is a call of some ten milliseconds. One larger block is one call.
 PIPELINE_BYTES_MAX = 16 << 20
-PIPELINE_COMMANDS_MAX = 512
+PIPELINE_COMMANDS_MAX = 256
 # Enough to fill a link beside a server that has one thread; more would only queue there.
 CONNECTIONS_MAX = 4
 

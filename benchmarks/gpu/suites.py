@@ -102,12 +102,18 @@ def gpu_tests(rig: Rig, findings: Findings, root: Path = ROOT) -> None:
 
 
 def files_with_gpu_tests(root: Path) -> list[Path]:
+    """Those that name the mark, and those whose folder has a fixture that gives it to a test."""
     mark = "pytest.mark." + "gpu"
-    return [
+    places = [
         path
-        for path in sorted((root / "tests").rglob("test_*.py"))
+        for name in ("test_*.py", "conftest.py")
+        for path in sorted((root / "tests").rglob(name))
         if mark in path.read_text(encoding="utf-8")
     ]
+    found: set[Path] = set()
+    for place in places:
+        found.update([place] if place.name != "conftest.py" else place.parent.rglob("test_*.py"))
+    return sorted(found)
 
 
 def sanitizer(

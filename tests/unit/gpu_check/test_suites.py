@@ -78,6 +78,13 @@ def test_the_contract_suite_is_among_the_gpu_tests() -> None:
     assert "tests/contract/test_real_cuda.py" in files
 
 
+def test_tests_that_a_fixture_sends_to_the_gpu_are_among_them() -> None:
+    """The kernels' own: their `kernels` is the twin or a GPU, by a mark in their conftest."""
+    files = [str(path.relative_to(ROOT)) for path in suites.files_with_gpu_tests(ROOT)]
+    assert "tests/kernels/test_paged_attention.py" in files
+    assert "tests/kernels/test_copy_runs.py" in files
+
+
 @pytest.mark.parametrize(("code", "wrong"), [(0, []), (9, ["memcheck finds nothing"])])
 def test_what_the_sanitizer_says_counts(tmp_path: Path, code: int, wrong: list[str]) -> None:
     tool = tmp_path / "compute-sanitizer"

@@ -244,7 +244,7 @@ def test_a_cluster_that_loses_a_node_serves_what_the_others_have(tmp_path: Path)
 
 
 def test_two_daemons_follow_one_epoch_and_a_clear_is_acknowledged(tmp_path: Path) -> None:
-    times = EpochTimes(view_seconds=2.0, refresh_seconds=0.3, call_seconds=1.0)
+    times = EpochTimes(view_seconds=1.5, refresh_seconds=0.2, call_seconds=0.8)
 
     def watch_of(engine: RedisEngine, seed: int) -> EpochWatch:
         chance = random.Random(seed)
@@ -261,7 +261,7 @@ def test_two_daemons_follow_one_epoch_and_a_clear_is_acknowledged(tmp_path: Path
         engines = [RedisEngine(settings_of(server)) for _ in range(2)]
         one, other = (watch_of(engine, seed) for seed, engine in enumerate(engines))
         following = [asyncio.ensure_future(watch.follow()) for watch in (one, other)]
-        await asyncio.sleep(2.3)
+        await asyncio.sleep(1.7)
         old = one.current_epoch()
         assert old is not None
         assert other.current_epoch() == old
@@ -269,10 +269,10 @@ def test_two_daemons_follow_one_epoch_and_a_clear_is_acknowledged(tmp_path: Path
         assert done.is_acknowledged
         assert one.current_epoch() == other.current_epoch() == done.epoch != old
         server.kill()
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(1.6)
         assert one.current_epoch() is other.current_epoch() is None, "unreadable: off"
         server.start()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         assert one.current_epoch() == other.current_epoch() not in (None, old, done.epoch)
         for task in following:
             task.cancel()

@@ -25,6 +25,9 @@ _TAIL_CHARS = 3000
 _SMI_FIELDS = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current")
 _TOOL_SECONDS_MAX = 600.0
 _TOOLS = ("memcheck", "racecheck")
+# What compute-sanitizer says of a GPU that it cannot watch, as under some virtual kernels; CUDA
+# then fails in the process that it watches, which says nothing about our kernels.
+_TOOL_REFUSAL = "Device not supported"
 
 # pyproject's own options ask for plugins that a GPU machine may lack.
 _PYTEST_INI = """[pytest]
@@ -119,7 +122,7 @@ def files_with_gpu_tests(root: Path) -> list[Path]:
 def sanitizer(
     rig: Rig, findings: Findings, tool_path: str | None = None, seconds_least: float = 20.0
 ) -> None:
-    """Our kernels under compute-sanitizer; said, and not wrong, where it is absent."""
+    """Our kernels under compute-sanitizer; said, and not wrong, where it is of no use."""
     found = tool_path or shutil.which("compute-sanitizer") or _beside_nvcc()
     if found is None:
         findings.note("compute_sanitizer", "absent: not run")
@@ -141,6 +144,9 @@ def sanitizer(
             )
         except subprocess.TimeoutExpired:
             findings.cut_short(tool)
+            continue
+        if done.returncode != 0 and _TOOL_REFUSAL in done.stdout:
+            findings.note(tool, f"not run: {_TOOL_REFUSAL}")
             continue
         findings.note(tool, _last(done.stdout))
         if done.returncode != 0:

@@ -97,6 +97,20 @@ def test_what_the_sanitizer_says_counts(tmp_path: Path, code: int, wrong: list[s
     assert findings.wrong == wrong
 
 
+def test_a_sanitizer_that_cannot_watch_this_gpu_says_nothing_about_our_kernels(
+    tmp_path: Path,
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\necho "========= Error: Device not supported."\necho "CUDA error 999"\nexit 9\n'
+    )
+    tool.chmod(0o755)
+    findings = Findings()
+    suites.sanitizer(rig_of(FakeCudart()), findings, str(tool))
+    assert findings.figures["memcheck"] == "not run: Device not supported"
+    assert not findings.wrong
+
+
 def test_a_sanitizer_without_end_is_cut_short_and_not_wrong(tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -57,10 +57,10 @@ class Meter:
     def note_output(self, results: Sequence[JobResult]) -> None:
         """The step's output is there, and with it what ended in the workers."""
         now = self._clock.now()
-        began, tokens = self._steps.popleft() if self._steps else (now, 0)
+        step_at, tokens = self._steps.popleft() if self._steps else (now, 0)
         if tokens >= RATE_TOKENS_MIN:
             # A step that is scheduled early begins when the one before it has ended.
-            rate, known = (now - max(began, self._output_at)) / tokens, self._token_seconds
+            rate, known = (now - max(step_at, self._output_at)) / tokens, self._token_seconds
             self._token_seconds = rate if known is None else known + RATE_WEIGHT * (rate - known)
         self._output_at = now
         for result in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -76,31 +77,36 @@ def small_kernels(rig: Rig, findings: Findings, sizes: attention.Sizes = _SMALL_
     attention.measure(rig, findings, sizes)
 
 
-def gpu_tests(rig: Rig, findings: Findings, root: Path = ROOT) -> None:
-    """`pytest -m gpu` on the files that have such tests."""
-    del rig  # Each test opens its own.
+def gpu_tests(rig: Rig, findings: Findings, root: Path = ROOT, spare_seconds: float = 2.0) -> None:
+    """`pytest -m gpu` on the files that have such tests; each test opens a device of its own."""
     files = files_with_gpu_tests(root)
     findings.note("files", [str(path.relative_to(root)) for path in files])
     with tempfile.TemporaryDirectory() as folder:
-        ini = Path(folder) / "pytest.ini"
+        ini, out = Path(folder) / "pytest.ini", Path(folder) / "out"
         ini.write_text(_PYTEST_INI, encoding="utf-8")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
-                *("-c", str(ini), "--rootdir", str(root), *map(str, files)),
-            ],
-            cwd=root,
-            env={**os.environ, "KVTIER_GPU": "1", "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-    counts = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", _last(done.stdout))}
+        code: int | None = None
+        with out.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
+                [
+                    *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
+                    *("-c", str(ini), "--rootdir", str(root), *map(str, files)),
+                ],
+                cwd=root,
+                env={**os.environ, "KVTIER_GPU": "1", "PYTHONPATH": str(root)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+                timeout=max(0.1, min(rig.deadline - rig.now(), _TOOL_SECONDS_MAX) - spare_seconds),
+            ).returncode
+        said = out.read_text(encoding="utf-8", errors="replace")
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", _last(said))}
     findings.note("passed", counts.get("passed", 0))
-    if done.returncode != 0:
-        findings.note("output", done.stdout[-_TAIL_CHARS:])
-    findings.claim(f"GPU tests pass ({_last(done.stdout)})", done.returncode == 0)
+    if code != 0:
+        findings.note("output", said[-_TAIL_CHARS:])
+    if code is None:
+        findings.claim("GPU tests end in the stage's time", is_right=False)
+        return
+    findings.claim(f"GPU tests pass ({_last(said)})", code == 0)
     findings.claim("there are GPU tests", counts.get("passed", 0) > 0)
 
 

@@ -73,6 +73,14 @@ def test_a_gpu_test_that_fails_fails_the_stage_with_its_output(tmp_path: Path) -
     assert "assert 1 == 2" in findings.figures["output"]
 
 
+@pytest.mark.slow
+def test_gpu_tests_without_an_end_fail_the_stage_with_what_they_said(tmp_path: Path) -> None:
+    findings, root = Findings(), make_tests(tmp_path, "__import__('time').sleep(60)")
+    suites.gpu_tests(rig_of(FakeCudart(), seconds=3.0), findings, root)
+    assert findings.wrong == ["GPU tests end in the stage's time"]
+    assert "output" in findings.figures
+
+
 def test_the_contract_suite_is_among_the_gpu_tests() -> None:
     files = [str(path.relative_to(ROOT)) for path in suites.files_with_gpu_tests(ROOT)]
     assert "tests/contract/test_real_cuda.py" in files

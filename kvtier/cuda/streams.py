@@ -380,6 +380,7 @@ class CopyStreams:
             lost += [*lane.waiting, *(ticket for _, _, ticket in lane.in_flight)]
             lane.waiting.clear()
             lane.in_flight.clear()
+            lane.in_flight_bytes = 0
         for ticket in dict.fromkeys(lost):
             ticket.failed, ticket._end = error, None
             ticket.is_ended = True

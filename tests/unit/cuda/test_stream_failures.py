@@ -14,9 +14,10 @@ from tests.support.kv_layouts import LAYOUTS, Sizes
 SMALL_PIECES = PathLimits(piece_bytes_max=1500, piece_runs_max=5)
 
 
-def rig_of(device: FakeDevice | None = None) -> CopyRig:
+def rig_of(device: FakeDevice | None = None, in_flight_bytes_max: int = 1 << 20) -> CopyRig:
     cuda = FakeCudart(device=device)
-    return CopyRig(cuda, LAYOUTS["split"](cuda, Sizes(blocks=10)), limits=SMALL_PIECES)
+    kv = LAYOUTS["split"](cuda, Sizes(blocks=10))
+    return CopyRig(cuda, kv, limits=SMALL_PIECES, in_flight_bytes_max=in_flight_bytes_max)
 
 
 @pytest.mark.parametrize("made_first", [0, 1, 2, 5])
@@ -63,3 +64,15 @@ def test_a_copy_that_is_refused_as_the_context_is_lost_ends_too(
     monkeypatch.setattr(FakeCudart, "copy", refuse)
     assert rig.streams.poll() == [ticket]
     assert isinstance(ticket.failed, CudaBroken)
+
+
+def test_what_is_asked_for_after_the_end_fails_however_much_was_in_flight() -> None:
+    rig = rig_of(in_flight_bytes_max=1)
+    rig.compute_fill(0, 1, seconds=1.0)
+    first = [rig.offload([0, 1], [0, 1]), rig.onboard([2, 3], [2, 3])]
+    assert rig.streams.poll() == []
+    rig.streams.give_up(ZeroDivisionError("a bug"))
+    later = [rig.offload([4], [4]), rig.onboard([5], [5])]
+    ended = [*rig.streams.poll(), *rig.streams.poll()]
+    assert sorted(map(id, ended)) == sorted(map(id, [*first, *later]))
+    assert all(isinstance(ticket.failed, CudaBroken) for ticket in ended)

@@ -199,7 +199,8 @@ class RedisEngine:
         for group, these in zip(groups, found, strict=True):
             for number, place in enumerate(group):
                 answers[place] = these if isinstance(these, RemoteOutcome) else these[number]
-        if self._settings.is_cluster and RemoteOutcome.UNREACHABLE in answers:
+        outcomes = {one.outcome if isinstance(one, Reply) else one for one in answers}
+        if self._settings.is_cluster and RemoteOutcome.UNREACHABLE in outcomes:
             left = max(0.0, deadline - self._clock.now())
             await ended_in_time([self._learn_nodes()], left, None)
         return answers

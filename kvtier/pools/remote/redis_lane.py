@@ -1,7 +1,7 @@
 """One connection to one Redis node for values: straight between the socket and their memory.
 
 The client of the `redis` package connects, and knows TLS, users and the cluster. But it joins what
-it sends and cuts up what it receives under the interpreter's lock, for milliseconds a block, in
+it sends and cuts up what it receives under the interpreter's lock, for milliseconds a call, in
 which the daemon answers nobody. So values go through its sockets by our own few lines of RESP2:
 send and receive without the lock, one thread a lane.
 

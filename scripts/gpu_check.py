@@ -49,7 +49,7 @@ OUT = ROOT / ".kvtier" / "gpu-check"
 STAGES = {
     Stage("attributes", 20): suites.attributes,
     Stage(suites.SMALL_STAGE, 30): suites.small_kernels,
-    Stage("tests", 80): suites.gpu_tests,
+    Stage("tests", 110): suites.gpu_tests,
     Stage("sanitizer", 80): suites.sanitizer,
     Stage("registration", 60): registration_costs.measure,
     Stage("copies", 100): copy_sweep.measure,

@@ -74,12 +74,20 @@ class Promises:
 
     def settle(self) -> StepOutcome:
         """Everything that can be told now: onboards fail, but never while a worker writes."""
+        outcome = self._outcome()
+        self.told(outcome)
+        return outcome
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether `settle` would tell something."""
+        return self._outcome() != StepOutcome()
+
+    def _outcome(self) -> StepOutcome:
         writing, touching = self._touched(onboards_only=True), self._touched()
         failed = tuple(name for name in self._loading if name not in writing)
         released = tuple(name for name in self._held if name not in touching)
-        outcome = StepOutcome((), failed, released)
-        self.told(outcome)
-        return outcome
+        return StepOutcome((), failed, released)
 
     def _touched(self, *, onboards_only: bool = False) -> set[str]:
         jobs = self._jobs.values()

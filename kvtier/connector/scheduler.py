@@ -304,6 +304,8 @@ class SchedulerConnector:
     @property
     def has_outcome(self) -> bool:
         """Whether `on_results` would tell something although no worker has reported anything."""
+        if self.is_disabled:
+            return self._promises.has_outcome
         desk = self._desk
         return bool(desk.onboarded or desk.failed or desk.released)
 

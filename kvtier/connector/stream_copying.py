@@ -70,6 +70,7 @@ class DeviceBlocks:
         clock: Clock | None = None,
     ) -> None:
         """`compute`: what the engine's thread computes on at the moment of asking.
+        `kernels`: given up with the lane.
         `offload_stretch_max`: how much longer a step may take for offloads, 0 for any.
         `layer_count`: above 0, loads go by so many layers, and the engine computes beside them.
         Raises BadRequest for blocks that have no such layers."""
@@ -77,6 +78,7 @@ class DeviceBlocks:
         self._runtime = runtime
         self._device = device
         self._registry = SlabRegistry(runtime)
+        self._kernels = kernels
         self.layout = layout
         self.is_by_layer = layer_count > 0
         # What one ticket each of a load moves.
@@ -124,6 +126,7 @@ class DeviceBlocks:
             self.streams,
             on_start=lambda: self._runtime.use_device(self._device),
             on_idle=lambda: self._registry.warm(self._clock.now()),
+            on_end=lambda: None if self._kernels is None else self._kernels.close(),
         )
 
     # ------------------------------------------------------------------------- slabs (SlabPins)

@@ -34,13 +34,15 @@ class StreamLane:
         *,
         on_start: Callable[[], None] = lambda: None,
         on_idle: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
         threaded: bool = True,
         name: str = "kvtier-copies",
     ) -> None:
-        """`on_start` is called once in the thread, `on_idle` now and then while nothing waits.
+        """`on_start` is called once in the thread, `on_idle` now and then while nothing waits,
+        `on_end` once no copy is under way any more and none will be.
         Not `threaded`: somebody calls `step` instead."""
         self._streams = streams
-        self._on_start, self._on_idle = on_start, on_idle
+        self._on_start, self._on_idle, self._on_end = on_start, on_idle, on_end
         self._changed = threading.Condition()
         self._new: deque[Copy] = deque()
         self._under_way: list[Copy] = []  # The thread's own.
@@ -149,3 +151,7 @@ class StreamLane:
                 self._results.end_unrun(copy)
         self._guarded(self._streams.close)
         self._look()
+        try:
+            self._on_end()
+        except Exception:
+            log.exception("what the copies used is left to the end of the process")

@@ -29,6 +29,10 @@ class KernelCopies(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """When all that was submitted has ended."""
+        ...
+
 
 class PieceSubmitter:
     """A path that was refused once is not tried again: it would be refused for every piece."""

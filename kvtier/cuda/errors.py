@@ -18,6 +18,7 @@ class CudaCode(IntEnum):
     INVALID_DEVICE = 101
     INVALID_CONTEXT = 201
     ECC_UNCORRECTABLE = 214
+    NVLINK_UNCORRECTABLE = 220
     CONTAINED = 226
     INVALID_HANDLE = 400
     SYMBOL_ABSENT = 500
@@ -33,13 +34,16 @@ class CudaCode(IntEnum):
     INVALID_ADDRESS_SPACE = 717
     INVALID_PC = 718
     LAUNCH_FAILURE = 719
+    TENSOR_MEMORY_LEAK = 721
     NOT_SUPPORTED = 801
+    MPS_CLIENT_ENDED = 810
     UNKNOWN = 999
 
 
 STICKY_CODES = frozenset(
     {
         CudaCode.ECC_UNCORRECTABLE,
+        CudaCode.NVLINK_UNCORRECTABLE,
         CudaCode.CONTAINED,
         CudaCode.ILLEGAL_ADDRESS,
         CudaCode.LAUNCH_TIMEOUT,
@@ -50,6 +54,8 @@ STICKY_CODES = frozenset(
         CudaCode.INVALID_ADDRESS_SPACE,
         CudaCode.INVALID_PC,
         CudaCode.LAUNCH_FAILURE,
+        CudaCode.TENSOR_MEMORY_LEAK,
+        CudaCode.MPS_CLIENT_ENDED,
         CudaCode.UNKNOWN,
     }
 )

@@ -25,7 +25,7 @@ from enum import Enum
 
 import numpy as np
 
-from kvtier.cuda.errors import RegistrationRefused
+from kvtier.cuda.errors import CudaBroken, CudaRefused, RegistrationRefused
 from kvtier.cuda.runtime import Addresses, CudaRuntime
 from kvtier.errors import BadRequest, StaleSlot
 
@@ -102,6 +102,7 @@ class SlabRegistry:
             for slab in distinct.values():
                 if slab.state is SlabState.UNREGISTERED:
                     self._register(slab)
+            for slab in distinct.values():
                 slab.use_count += 1
             return found
 
@@ -172,16 +173,19 @@ class SlabRegistry:
     def _register(self, slab: HostSlab) -> None:
         try:
             self._runtime.register_host(slab.address, slab.length_bytes)
-        except RegistrationRefused as error:
+            slab.state = SlabState.REGISTERED
+            slab.alias = self._runtime.device_address(slab.address) - slab.address
+        except CudaBroken:
+            raise
+        except (CudaRefused, RegistrationRefused) as error:
+            if slab.is_registered:  # Without its address on the device it is of no use.
+                self._runtime.unregister_host(slab.address)
             slab.state = SlabState.PAGEABLE
             self.refusals.append(str(error))
             log.warning(
                 "slab not pinned: copied as pageable memory, several times slower",
                 extra={"slab_bytes": slab.length_bytes, "reason": str(error)},
             )
-            return
-        slab.state = SlabState.REGISTERED
-        slab.alias = self._runtime.device_address(slab.address) - slab.address
 
     def _remove(self, slab: HostSlab) -> None:
         if slab.is_registered:

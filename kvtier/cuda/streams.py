@@ -18,6 +18,7 @@ is in flight is bounded in each direction, so that a load never waits behind mor
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -111,6 +112,7 @@ class CopyStreams:
         self._events: deque[Event] = deque()  # Free ones; as many as were ever in use at once.
         self._ended: list[CopyTicket] = []
         self._broken: CudaBroken | None = None
+        self._is_closed = False  # The streams are no more.
 
     @property
     def support(self) -> PathSupport:
@@ -210,9 +212,17 @@ class CopyStreams:
         return not any(lane.waiting or lane.in_flight for lane in lanes)
 
     def give_up(self, error: Exception) -> None:
-        """As if the device were broken: nobody knows any more what it still does."""
+        """As if the device were broken: nobody knows any more which copies have ended.
+
+        Waits for what is in flight, if that is possible: an engine that is told of a failed load
+        computes into its blocks.
+        """
         with self._changed:
-            self._break(CudaBroken("kvtier", CudaCode.UNKNOWN, f"{type(error).__name__}: {error}"))
+            for lane in (self._loads, self._stores):
+                if self._broken is None and not self._is_closed:
+                    with contextlib.suppress(KVTierError):
+                        self._runtime.synchronize_stream(lane.stream)
+            self._break(_as_broken(error))
 
     def close(self) -> None:
         """Call off what waits, and wait for what is in flight: for the end of the process only."""
@@ -223,6 +233,9 @@ class CopyStreams:
                 if self._broken is None:
                     self._runtime.synchronize_stream(lane.stream)
                     self._reap(lane)
+            self._is_closed = True
+            for lane in (self._loads, self._stores):
+                if self._broken is None:
                     self._runtime.destroy_stream(lane.stream)
             while self._broken is None and self._events:
                 self._runtime.destroy_event(self._events.popleft())
@@ -327,7 +340,7 @@ class CopyStreams:
             self._break(error)
 
     def _end_if_over(self, ticket: CopyTicket) -> None:
-        if not ticket.is_queued or ticket._in_flight_count:
+        if ticket.is_ended or not ticket.is_queued or ticket._in_flight_count:
             return
         self._registry.end_use(ticket._slabs)
         self._events.append(ticket.after)
@@ -343,22 +356,41 @@ class CopyStreams:
         ticket.failed = error
         try:
             if ticket._pieces is not None:
-                self._note(lane, ticket, 0)  # A piece of plain copies may be queued in part.
+                self._note_part(lane, ticket)
             self._end_if_over(ticket)
-        except CudaBroken as broken:
-            self._break(broken)
+        except KVTierError as told:
+            self._break(_as_broken(told), ticket)
 
-    def _break(self, error: CudaBroken) -> None:
+    def _note_part(self, lane: _Lane, ticket: CopyTicket) -> None:
+        """A piece may be queued in part, or whole and without an event."""
+        try:
+            self._note(lane, ticket, 0)
+        except CudaBroken:
+            raise
+        except KVTierError:
+            # No event, so nothing else would tell the end. Its own pieces are all on this stream.
+            self._runtime.synchronize_stream(lane.stream)
+            self._reap(lane)
+
+    def _break(self, error: CudaBroken, *others: CopyTicket) -> None:
         """All is lost. Slabs stay in use: what was queued may land until the process has ended."""
         self._broken = error
+        lost = list(others)
         for lane in (self._loads, self._stores):
-            lost = [*lane.waiting, *(ticket for _, _, ticket in lane.in_flight)]
+            lost += [*lane.waiting, *(ticket for _, _, ticket in lane.in_flight)]
             lane.waiting.clear()
             lane.in_flight.clear()
-            for ticket in dict.fromkeys(lost):
-                ticket.failed, ticket._end = error, None
-                ticket.is_ended = True
-                self._ended.append(ticket)
+            lane.in_flight_bytes = 0
+        for ticket in dict.fromkeys(lost):
+            ticket.failed, ticket._end = error, None
+            ticket.is_ended = True
+            self._ended.append(ticket)
+
+
+def _as_broken(error: Exception) -> CudaBroken:
+    if isinstance(error, CudaBroken):
+        return error
+    return CudaBroken("kvtier", CudaCode.UNKNOWN, f"{type(error).__name__}: {error}")
 
 
 def _may_pass(ticket: CopyTicket, waiting: CopyTicket) -> bool:

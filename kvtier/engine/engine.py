@@ -161,6 +161,7 @@ class Engine:
             self._exchange()
             if self._connector is None or not self._connector.scheduler.has_work:
                 return True
+            self._connector.worker.note_step(0)  # Nothing is computed that offloads could stretch.
             if self._clock.now() >= deadline:
                 return False
             self._pause(IDLE_SECONDS)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvtier.cuda.device_layout import DeviceLayout, DeviceTensor, layout_of
 from kvtier.cuda.kernel_cache import KernelCompiler, NvrtcCompiler
+from kvtier.cuda.kernel_copies import find_run_kernels
 from kvtier.cuda.runtime import CudaRuntime, Stream
 from kvtier.engine.attention import AttentionPlan
 from kvtier.engine.config import EngineConfig
@@ -44,6 +45,7 @@ class GpuDevice:
         self._place = place
         self._index = place.index or 0
         self._layer_count = model.config.layer_count if config.layerwise_loading else 0
+        self._make_compiler = make_compiler
         runtime.use_device(self._index)
         self.model = model.to(place)
         self.kv_cache = self._make_kv_cache(config)
@@ -93,6 +95,7 @@ class GpuDevice:
             self._index,
             kv_layout(self.kv_cache, self.address_of(self.kv_cache)),
             self.stream,
+            kernels=find_run_kernels(self._runtime, self._index, self._make_compiler),
             offload_stretch_max=settings.offload_stretch_max,
             layer_count=self._layer_count,
         )

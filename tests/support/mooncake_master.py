@@ -43,6 +43,7 @@ class MooncakeMaster:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        assert self._process is None or self._process.poll() is not None, "it runs already"
         command = [str(BINARY), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
         command += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
         with open(self._folder / "log", "ab") as log:

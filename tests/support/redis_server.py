@@ -48,6 +48,7 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
+        assert self._process is None or self._process.poll() is not None, "it runs already"
         with open(self._folder / "log", "ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         deadline = time.monotonic() + 20.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from kvtier.pools.remote.engine import RemoteOutcome
 from kvtier.pools.remote.frame import FrameFault
@@ -44,6 +46,23 @@ class Traffic:
         while self.endings[ending.value] == before:
             assert time.monotonic() < until, f"no call ended {ending}: {self.endings}"
             await self.step()
+
+    async def seconds_of_an_off(self) -> float:
+        """Of a get that was not let through; a trial now and then is."""
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            began = time.monotonic()
+            endings = await self._rig.get([1], timeout_seconds=self._deadline_seconds)
+            if endings == [RemoteOutcome.OFF]:
+                return time.monotonic() - began
+        raise AssertionError("every get was let through")
+
+    async def run_while(self, act: Callable[[], None]) -> None:
+        """Traffic while something happens to the engine, and for a moment before and after."""
+        running = asyncio.ensure_future(self.run(0.15))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(act)
+        await running
 
     def check(self) -> None:
         """No call was late, and no answer was that of another call."""

@@ -49,6 +49,9 @@ class TwinKernels:
         )
         self._cuda.launch(launch, stream)
 
+    def close(self) -> None:
+        pass
+
     def _twin(self, memory: FakeMemory, arguments: Sequence[int]) -> None:
         [index] = arguments
         piece = self._tables[index]

@@ -15,7 +15,8 @@ from kvtier.connector.vllm.geometry import BlockGeometry
 from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.cuda.cudart import open_cudart
 from kvtier.cuda.device_layout import DeviceTensor, layout_of
-from kvtier.cuda.errors import CudaUnavailable
+from kvtier.cuda.errors import CudaRefused, CudaUnavailable
+from kvtier.cuda.kernel_copies import find_run_kernels
 from kvtier.cuda.numa import device_node
 from kvtier.cuda.runtime import Stream
 from kvtier.errors import BadRequest
@@ -36,15 +37,17 @@ def device_blocks(
 
     try:
         layout = layout_of(device_tensors(geometry))
+        runtime = open_cudart()
         blocks = DeviceBlocks(
-            open_cudart(),
+            runtime,
             index,
             layout,
             compute,
+            kernels=find_run_kernels(runtime, index),
             offload_stretch_max=settings.offload_stretch_max,
         )
         wrong = blocks.streams.try_paths()
-    except (BadRequest, CudaUnavailable) as error:
+    except (BadRequest, CudaRefused, CudaUnavailable) as error:
         raise Unsupported(f"kvtier: {error}; run without kvtier") from error
     log.warning(
         "kvtier: copies on a GPU are tested without one, and were never run on one by us:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvtier.connector.vllm.metrics import KVTierStats, sample
 # A step with fewer tokens says little about what a token of a prefill costs.
 RATE_TOKENS_MIN = 16
 RATE_WEIGHT = 0.2
+STEPS_MAX = 64  # More than any vLLM has under way.
 
 
 class Meter:
@@ -24,7 +26,9 @@ class Meter:
         self._data: dict[str, Any] = {}
         self._loads: dict[str, tuple[float, int]] = {}  # Since when, and of how many tokens.
         self._offloads: dict[int, float] = {}
-        self._step: tuple[float, int] | None = None
+        # Steps that compute and have no output yet, in order: since when, and how many tokens.
+        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS_MAX)
+        self._output_at = float("-inf")
         self._token_seconds: float | None = None
         self._deadline_count = 0
 
@@ -45,17 +49,20 @@ class Meter:
 
     def note_step(self, plan: StepPlan, token_count: int) -> None:
         now = self._clock.now()
-        self._step = now, token_count
+        if token_count:
+            self._steps.append((now, token_count))
         for job in plan.offloads:
             self._offloads[job.job_id] = now
 
     def note_output(self, results: Sequence[JobResult]) -> None:
         """The step's output is there, and with it what ended in the workers."""
         now = self._clock.now()
-        if self._step is not None and self._step[1] >= RATE_TOKENS_MIN:
-            rate, known = (now - self._step[0]) / self._step[1], self._token_seconds
+        step_at, tokens = self._steps.popleft() if self._steps else (now, 0)
+        if tokens >= RATE_TOKENS_MIN:
+            # A step that is scheduled early begins when the one before it has ended.
+            rate, known = (now - max(step_at, self._output_at)) / tokens, self._token_seconds
             self._token_seconds = rate if known is None else known + RATE_WEIGHT * (rate - known)
-        self._step = None
+        self._output_at = now
         for result in results:
             began = self._offloads.pop(result.job_id, None)
             if began is not None and result.failed is None:

@@ -37,7 +37,8 @@ class ReuseWatch:
 
         Another one of the same id may end before all is told of the first.
         """
-        self._parked[request_id] = (*self._parked.get(request_id, ()), *device_blocks)
+        known = self._parked.get(request_id, ())
+        self._parked[request_id] = (*known, *device_blocks) if known else device_blocks
 
     def unpark(self, request_id: str) -> None:
         self._parked.pop(request_id, None)

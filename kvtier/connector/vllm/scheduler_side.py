@@ -209,8 +209,9 @@ class SchedulerSide:
             self._note_full(core, tracked, device_blocks)
         if core.request_finished(request.request_id):
             # The last block is seldom full: nobody reads it, and vLLM gives it away first.
-            read_blocks = (device_blocks or tracked.device_blocks)[: tracked.full_count]
-            self._reuse.park(request.request_id, read_blocks)
+            blocks = device_blocks or tracked.device_blocks
+            read_count = min(tracked.full_count, len(blocks))
+            self._reuse.park(request.request_id, Head(blocks, read_count))
 
     # ------------------------------------------------------------------------------- steps
 

@@ -1,9 +1,10 @@
 """Valkey or Redis (7 or newer) as a remote engine: one server or a cluster, with TLS and users.
 
-Blocks are plain strings. They go in pipelines of SET and GET, not by MSET and MGET: so each member
-has an outcome of its own (a server that becomes full takes some), may have a lifetime, and in a
-cluster goes to its own node. Pipelines are bounded in bytes, for a server answers nobody else while
-it copies one. A record is changed by a script, which may run even when the server is full.
+Blocks are plain strings. They go as runs of SET and GET, not by MSET and MGET: so each member has
+an outcome of its own (a server that becomes full takes some), may have a lifetime, and in a cluster
+goes to its own node. Runs are bounded in bytes, for a server answers nobody else while it copies
+one. They go through lanes (redis_lane.py), all that is small through the package's asyncio client.
+A record is changed by a script, which may run even when the server is full.
 
 What the server evicts is a miss; that holds for records as well. With replicas a failover may bring
 an old record back: see epochs.py for what is done then.
@@ -16,18 +17,23 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvtier.clock import Clock, SystemClock
 from kvtier.errors import ConfigError
+from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
-from kvtier.pools.remote.calls import ended_in_time
+from kvtier.pools.remote.buffers import Buffers
+from kvtier.pools.remote.calls import Calls, ended_in_time
 from kvtier.pools.remote.engine import Health, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.redis_lane import Address, RedisLane, RedisLanes, outcome_of_text
 
 # A pipeline of so much is a call of some ten milliseconds. One larger block is one call.
 PIPELINE_BYTES_MAX = 16 << 20
-PIPELINE_COMMANDS_MAX = 512
+PIPELINE_COMMANDS_MAX = 256
 # Enough to fill a link beside a server that has one thread; more would only queue there.
 CONNECTIONS_MAX = 4
 
@@ -75,11 +81,23 @@ class RedisSettings:
 class RedisEngine:
     """Implements `RemoteEngine`. Made in a running loop, to which it belongs."""
 
-    def __init__(self, settings: RedisSettings) -> None:
-        """Connects with the first call. Raises ConfigError when `redis` is not installed."""
+    def __init__(
+        self,
+        settings: RedisSettings,
+        *,
+        buffers: Buffers | None = None,
+        clock: Clock = SystemClock(),
+    ) -> None:
+        """Connects with the first call. Raises ConfigError when `redis` is not installed.
+        `buffers`: where values are taken from."""
+        self._buffers = buffers or Buffers()
+        self._clock = clock
         assert settings.addresses, "no address to connect to"
         self._settings = settings
         self._client = _cluster_of(settings) if settings.is_cluster else _server_of(settings)
+        self._lanes = RedisLanes(partial(_connected, settings), outcome_of, clock)
+        self._threads = IoThreads("kvtier-redis", count=CONNECTIONS_MAX)
+        self._calls = Calls(CONNECTIONS_MAX)
         # A cluster's client has as many connections to each node as there are calls.
         self._places = asyncio.Semaphore(CONNECTIONS_MAX)
         self._learn_at = 0.0
@@ -93,18 +111,28 @@ class RedisEngine:
         self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         seconds = self._settings.lifetime_seconds
-        more = ("PX", round(seconds * 1000)) if seconds is not None else ()
-        commands = [("SET", key, value.data, *more) for key, value in values]
+        more = (b"PX", b"%d" % round(seconds * 1000)) if seconds is not None else ()
+
+        def work(places: Sequence[int], deadline: float, lane: RedisLane) -> list[RemoteOutcome]:
+            return lane.put([values[place] for place in places], more, deadline=deadline)
+
         sizes = [value.nbytes for _, value in values]
-        found = await self._run(commands, sizes, timeout_seconds)
-        return [one if isinstance(one, RemoteOutcome) else RemoteOutcome.DONE for one in found]
+        return await self._run_lanes([key for key, _ in values], sizes, work, timeout_seconds)
 
     async def get(
         self, keys: Sequence[RemoteKey], *, value_bytes_max: int, timeout_seconds: float
     ) -> list[Reply]:
+        def work(places: Sequence[int], deadline: float, lane: RedisLane) -> list[Reply]:
+            return lane.get(
+                [keys[place] for place in places],
+                value_bytes_max=value_bytes_max,
+                take=self._buffers.take,
+                deadline=deadline,
+            )
+
         sizes = [value_bytes_max] * len(keys)
-        found = await self._run([("GET", key) for key in keys], sizes, timeout_seconds)
-        return [_reply(one, value_bytes_max) for one in found]
+        found = await self._run_lanes(keys, sizes, work, timeout_seconds)
+        return [one if isinstance(one, Reply) else Reply(one) for one in found]
 
     async def exists(
         self, keys: Sequence[RemoteKey], *, timeout_seconds: float
@@ -141,7 +169,56 @@ class RedisEngine:
         return Health(RemoteOutcome.DONE, "", used, capacity or None)
 
     async def close(self) -> None:
+        await self._calls.close(timeout_seconds=1.0)
+        self._lanes.close()
+        self._threads.shutdown(wait=False)
         await ended_in_time([self._client.aclose()], 1.0, None)
+
+    async def _run_lanes(
+        self,
+        keys: Sequence[RemoteKey],
+        sizes: Sequence[int],
+        work: Callable[[Sequence[int], float, RedisLane], list[Any]],
+        timeout_seconds: float,
+    ) -> list[Any]:
+        """What became of each key; its outcome where that is all there is to say."""
+        deadline = self._clock.now() + timeout_seconds
+        if self._settings.is_cluster and keys:
+            known = await self._in_time(self._know_cluster, timeout_seconds)
+            if isinstance(known, RemoteOutcome):
+                return [known] * len(keys)
+        groups = self._groups(keys, sizes)
+        calls = [
+            partial(self._run_lane, self._node_of(keys[group[0]]), group, deadline, work)
+            for group in groups
+        ]
+        left = max(0.0, deadline - self._clock.now())
+        late: list[Any] | RemoteOutcome = RemoteOutcome.TIMED_OUT
+        found = await self._calls.run(calls, left, late)
+        answers: list[Any] = [RemoteOutcome.TIMED_OUT] * len(keys)
+        for group, these in zip(groups, found, strict=True):
+            for number, place in enumerate(group):
+                answers[place] = these if isinstance(these, RemoteOutcome) else these[number]
+        outcomes = {one.outcome if isinstance(one, Reply) else one for one in answers}
+        if self._settings.is_cluster and RemoteOutcome.UNREACHABLE in outcomes:
+            left = max(0.0, deadline - self._clock.now())
+            await ended_in_time([self._learn_nodes()], left, None)
+        return answers
+
+    async def _run_lane(
+        self,
+        address: Address | None,
+        places: Sequence[int],
+        deadline: float,
+        work: Callable[[Sequence[int], float, RedisLane], list[Any]],
+    ) -> list[Any] | RemoteOutcome:
+        if address is None:
+            return RemoteOutcome.UNREACHABLE  # No node is known to have these keys.
+        run = partial(self._lanes.run, address, deadline, partial(work, places, deadline))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        except RuntimeError:
+            return RemoteOutcome.BUSY
 
     async def _run(
         self, commands: Sequence[Command], sizes: Sequence[int], timeout_seconds: float
@@ -152,7 +229,7 @@ class RedisEngine:
             known = await self._in_time(self._know_cluster, timeout_seconds)
             if isinstance(known, RemoteOutcome):
                 return [known] * len(commands)
-        groups = self._groups(commands, sizes)
+        groups = self._groups([_key_in(command) for command in commands], sizes)
         left = max(0.0, began + timeout_seconds - time_of_loop())
         found = await ended_in_time(
             [self._run_group([commands[place] for place in group]) for group in groups], left, None
@@ -179,12 +256,12 @@ class RedisEngine:
                 return [outcome] * len(commands)
         return [outcome_of(one) if isinstance(one, Exception) else one for one in answers]
 
-    def _groups(self, commands: Sequence[Command], sizes: Sequence[int]) -> list[list[int]]:
-        """The places of commands that go in one pipeline each: to one node, and bounded."""
+    def _groups(self, keys: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
+        """The places of keys that go together: to one node, and bounded."""
         groups: list[list[int]] = []
-        open_groups: dict[str, tuple[list[int], int]] = {}
-        for place, (command, size) in enumerate(zip(commands, sizes, strict=True)):
-            node = self._node_of(_key_in(command)) if self._settings.is_cluster else ""
+        open_groups: dict[Address | None, tuple[list[int], int]] = {}
+        for place, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+            node = self._node_of(key)
             group, group_bytes = open_groups.get(node, ([], 0))
             if (
                 not group
@@ -197,10 +274,12 @@ class RedisEngine:
             open_groups[node] = (group, group_bytes + size)
         return groups
 
-    def _node_of(self, key: str) -> str:
-        """The name of the node that has the key; empty where no node is known to have it."""
+    def _node_of(self, key: str) -> Address | None:
+        """Where the key's values are; None where no node is known to have them."""
+        if not self._settings.is_cluster:
+            return self._settings.addresses[0]
         known = self._client.nodes_manager.slots_cache.get(self._client.keyslot(key))
-        return str(known[0].name) if known else ""
+        return (str(known[0].host), int(known[0].port)) if known else None
 
     async def _know_cluster(self) -> None:
         await self._client.initialize()  # Nothing happens once that is done.
@@ -248,8 +327,7 @@ def outcome_of(error: Exception) -> RemoteOutcome:
     """What an error of the client means to whoever asked."""
     from redis import exceptions
 
-    text = str(error)
-    if isinstance(error, exceptions.OutOfMemoryError) or text.startswith("OOM"):
+    if isinstance(error, exceptions.OutOfMemoryError):
         return RemoteOutcome.FULL
     refused = (
         exceptions.AuthenticationError,
@@ -257,7 +335,7 @@ def outcome_of(error: Exception) -> RemoteOutcome:
         exceptions.NoPermissionError,
         exceptions.ReadOnlyError,
     )
-    if isinstance(error, refused) or text.startswith(("NOAUTH", "WRONGPASS", "MISCONF", "NOPERM")):
+    if isinstance(error, refused):
         return RemoteOutcome.REFUSED
     if isinstance(error, exceptions.TimeoutError | TimeoutError):
         return RemoteOutcome.TIMED_OUT
@@ -268,7 +346,7 @@ def outcome_of(error: Exception) -> RemoteOutcome:
         exceptions.RedisClusterException,
         OSError,
     )
-    return RemoteOutcome.UNREACHABLE if isinstance(error, gone) else RemoteOutcome.FAILED
+    return RemoteOutcome.UNREACHABLE if isinstance(error, gone) else outcome_of_text(str(error))
 
 
 def _key_in(command: Command) -> str:
@@ -296,6 +374,29 @@ def _counted(found: Any) -> RemoteOutcome:
 
 def _pipeline_of(client: Any, *, is_cluster: bool) -> Any:
     return client.pipeline() if is_cluster else client.pipeline(transaction=False)
+
+
+def _connected(settings: RedisSettings, address: Address, seconds: float) -> Any:
+    """One connection of the package's, for a lane. Blocks, up to `seconds` a step."""
+    from redis.backoff import NoBackoff
+    from redis.connection import Connection, SSLConnection
+    from redis.retry import Retry
+
+    host, port = address
+    kind = Connection if settings.tls is None else SSLConnection
+    connection: Any = kind(
+        host=host,
+        port=port,
+        username=settings.username,
+        password=settings.password,
+        protocol=2,  # What the lanes speak.
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=seconds,
+        socket_connect_timeout=seconds,
+        **_tls_arguments(settings.tls),
+    )
+    connection.connect()
+    return connection
 
 
 def _server_of(settings: RedisSettings) -> Any:

@@ -29,7 +29,9 @@ HOOKS: dict[str, Callable[[Rig], object]] = {
     "request_finished": lambda rig: rig.scheduler.request_finished("unknown"),
     "on_preempted": lambda rig: rig.scheduler.on_preempted("unknown"),
     "on_device_blocks_short": lambda rig: rig.scheduler.on_device_blocks_short(1),
+    "on_blocks_invalid": lambda rig: rig.scheduler.on_blocks_invalid([1]),
     "reset": lambda rig: rig.scheduler.reset(rig.spec),
+    "clear": lambda rig: rig.scheduler.clear(rig.spec),
     "hint": lambda rig: rig.scheduler.hint(CHAIN),
     "close": lambda rig: rig.scheduler.close(),
 }
@@ -97,6 +99,21 @@ def test_onboard_not_handed_out_fails_at_the_next_results() -> None:
     assert rig.results() == StepOutcome()
     assert (had_work, rig.scheduler.has_work) == (True, False)
     assert rig.scheduler.request_finished("a") is False
+
+
+def test_engine_that_tells_results_only_when_there_are_some_gets_on_after_it() -> None:
+    """vLLM tells of what its workers report, and an idle one steps as long as there is work."""
+    rig = quiet_rig()
+    rig.offload("first", CHAIN)
+    rig.scheduler.on_new_request("a", CHAIN)
+    rig.scheduler.on_blocks_full("a", CHAIN, [0, 1, 2, 3])
+    assert rig.scheduler.request_finished("a") is True  # Till its match is answered.
+    assert not rig.scheduler.has_outcome
+    plant_bug(rig)
+    rig.plan()
+    assert (rig.scheduler.has_work, rig.scheduler.has_outcome) == (True, True)
+    assert rig.scheduler.on_results(()) == StepOutcome(released=("a",))
+    assert (rig.scheduler.has_work, rig.scheduler.has_outcome) == (False, False)
 
 
 def test_onboard_allocated_after_it_fails() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.cuda import numa
-from kvtier.cuda.errors import CudaBroken, CudaCode
+from kvtier.cuda.errors import CudaBroken, CudaCode, CudaRefused
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_memory import RegistrationLimits
 from kvtier.cuda.registration import SLAB_BYTES_MAX, WARM_PAUSE_SECONDS, SlabRegistry, SlabState
@@ -116,6 +116,43 @@ def test_a_refused_slab_is_pageable_once_and_for_all(caplog: pytest.LogCaptureFi
     assert states == [SlabState.REGISTERED, SlabState.PAGEABLE, SlabState.PAGEABLE]
     assert len(registry.refusals) == len(caplog.records) == 1
     assert cuda.take_error() == 0
+
+
+def test_a_slab_without_an_address_on_the_device_is_pageable_and_not_left_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host's address would be taken for the device's, which is a fault where they differ."""
+    cuda = FakeCudart(device=FakeDevice(is_aliased=True))
+    registry = registry_of(cuda, 4, 5)
+
+    def refuse(self: FakeCudart, host_address: int) -> int:
+        raise CudaRefused("cudaHostGetDevicePointer", CudaCode.INVALID_VALUE)
+
+    monkeypatch.setattr(FakeCudart, "device_address", refuse)
+    slabs = registry.take(at(4 * GIB, 5 * GIB), MIB)
+    assert [slab.state for slab in slabs] == [SlabState.PAGEABLE] * 2
+    assert cuda.memory.host.registrations == {}
+    registry.end_use(slabs)
+    assert registry.give_up(4 * GIB)
+    registry.close()
+
+
+def test_a_lost_context_leaves_no_slab_in_use_that_no_copy_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCudart()
+    registry = registry_of(cuda, 4, 5)
+    register = FakeCudart.register_host
+
+    def break_at_the_second(self: FakeCudart, address: int, length_bytes: int) -> None:
+        if address == 5 * GIB:
+            self._broken = CudaCode.ILLEGAL_ADDRESS
+        register(self, address, length_bytes)
+
+    monkeypatch.setattr(FakeCudart, "register_host", break_at_the_second)
+    with pytest.raises(CudaBroken):
+        registry.take(at(4 * GIB, 5 * GIB), MIB)
+    assert [slab.use_count for slab in registry._slabs] == [0, 0]
 
 
 def test_warming_pins_one_slab_and_pauses() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from kvtier.engine.kv_cache import block_bytes, make_kv_cache
 from kvtier.engine.model import random_model
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import TINY, tiny_model
+from tests.support.twin_kernels import copy_runs_twin
 
 CONFIG = EngineConfig(block_tokens=4, device_block_count=8)
 
@@ -69,4 +73,32 @@ def test_ways_of_copying_are_tried_before_the_first_copy() -> None:
     assert gpu.cuda.copies.copied_bytes == 0
     gpu.make_blocks(ConnectorSettings())
     assert gpu.cuda.copies.copied_bytes > 0
+    gpu.cuda.assert_clean()
+
+
+class StillCompiler:
+    """What it makes is what the fake knows by its twin."""
+
+    version = "none"
+
+    def compile(self, source: str, headers: Mapping[str, str], options: tuple[str, ...]) -> bytes:
+        return b"cubin"
+
+
+@pytest.mark.slow
+def test_short_runs_go_by_kernels_where_there_are_any_and_the_lane_gives_them_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVTIER_KERNELS", raising=False)
+    gpu = CarefulGpu(tiny_model(), CONFIG)
+    assert not gpu.make_blocks(ConnectorSettings()).streams.support.has_kernels
+    gpu.cuda.add_twin("copy_runs", copy_runs_twin)
+    gpu._make_compiler = StillCompiler
+    free_bytes = gpu.cuda.free_bytes()
+    blocks = gpu.make_blocks(ConnectorSettings())
+    assert blocks.streams.support.has_kernels
+    assert gpu.cuda.free_bytes() < free_bytes
+    blocks.make_lane().close()
+    assert gpu.cuda.free_bytes() == free_bytes
     gpu.cuda.assert_clean()

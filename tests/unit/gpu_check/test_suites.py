@@ -73,9 +73,24 @@ def test_a_gpu_test_that_fails_fails_the_stage_with_its_output(tmp_path: Path) -
     assert "assert 1 == 2" in findings.figures["output"]
 
 
+@pytest.mark.slow
+def test_gpu_tests_without_an_end_fail_the_stage_with_what_they_said(tmp_path: Path) -> None:
+    findings, root = Findings(), make_tests(tmp_path, "__import__('time').sleep(60)")
+    suites.gpu_tests(rig_of(FakeCudart(), seconds=3.0), findings, root)
+    assert findings.wrong == ["GPU tests end in the stage's time"]
+    assert "output" in findings.figures
+
+
 def test_the_contract_suite_is_among_the_gpu_tests() -> None:
     files = [str(path.relative_to(ROOT)) for path in suites.files_with_gpu_tests(ROOT)]
     assert "tests/contract/test_real_cuda.py" in files
+
+
+def test_tests_that_a_fixture_sends_to_the_gpu_are_among_them() -> None:
+    """The kernels' own: their `kernels` is the twin or a GPU, by a mark in their conftest."""
+    files = [str(path.relative_to(ROOT)) for path in suites.files_with_gpu_tests(ROOT)]
+    assert "tests/kernels/test_paged_attention.py" in files
+    assert "tests/kernels/test_copy_runs.py" in files
 
 
 @pytest.mark.parametrize(("code", "wrong"), [(0, []), (9, ["memcheck finds nothing"])])
@@ -88,6 +103,20 @@ def test_what_the_sanitizer_says_counts(tmp_path: Path, code: int, wrong: list[s
     assert findings.figures["memcheck"] == "memcheck done"
     assert findings.figures["racecheck"] == "racecheck done"
     assert findings.wrong == wrong
+
+
+def test_a_sanitizer_that_cannot_watch_this_gpu_says_nothing_about_our_kernels(
+    tmp_path: Path,
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\necho "========= Error: Device not supported."\necho "CUDA error 999"\nexit 9\n'
+    )
+    tool.chmod(0o755)
+    findings = Findings()
+    suites.sanitizer(rig_of(FakeCudart()), findings, str(tool))
+    assert findings.figures["memcheck"] == "not run: Device not supported"
+    assert not findings.wrong
 
 
 def test_a_sanitizer_without_end_is_cut_short_and_not_wrong(tmp_path: Path) -> None:

@@ -1,0 +1,242 @@
+"""One connection to one Redis node for values: straight between the socket and their memory.
+
+The client of the `redis` package connects, and knows TLS, users and the cluster. But it joins what
+it sends and cuts up what it receives under the interpreter's lock, for milliseconds a call, in
+which the daemon answers nobody. So values go through its sockets by our own few lines of RESP2:
+send and receive without the lock, one thread a lane.
+
+A lane that met trouble other than a reply is closed: nobody knows what would come next on it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvtier.clock import Clock
+from kvtier.memory import Bytes
+from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome, Reply
+
+_LINE_BYTES_MAX = 64 << 10
+
+_REFUSED = ("NOAUTH", "WRONGPASS", "MISCONF", "NOPERM", "READONLY")
+_UNREACHABLE = ("MOVED", "ASK", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
+
+
+T = TypeVar("T")
+Address = tuple[str, int]
+
+
+class LaneBroken(Exception):
+    """Closed by the other end, or not RESP."""
+
+
+def outcome_of_text(text: str) -> RemoteOutcome:
+    """What an error reply means to whoever asked."""
+    if text.startswith("OOM"):
+        return RemoteOutcome.FULL
+    if text.startswith(_REFUSED):
+        return RemoteOutcome.REFUSED
+    return RemoteOutcome.UNREACHABLE if text.startswith(_UNREACHABLE) else RemoteOutcome.FAILED
+
+
+class RedisLane:
+    """All calls raise TimeoutError, OSError or LaneBroken when the lane must be closed."""
+
+    def __init__(self, connection: Any, clock: Clock) -> None:
+        """`connection`: a connected `redis.Connection` with RESP2."""
+        self._connection = connection
+        self._socket: socket.socket = connection._sock
+        self._clock = clock
+        self._deadline = 0.0
+        self._line = bytearray(_LINE_BYTES_MAX)  # Received and not used yet: of first..last.
+        self._first, self._last = 0, 0
+        self.has_answered = False
+
+    def greet(self, deadline: float) -> RemoteOutcome:
+        """DONE when the server takes our calls. One that does not know us ends the connection at
+        the first block, and the reason is lost with it."""
+        self._deadline = deadline
+        self._send(b"*1\r\n$4\r\nPING\r\n")
+        line = self._read_line()
+        return outcome_of_text(_text(line)) if line[:1] == b"-" else RemoteOutcome.DONE
+
+    def put(
+        self, values: Sequence[tuple[RemoteKey, Bytes]], more: Sequence[bytes], *, deadline: float
+    ) -> list[RemoteOutcome]:
+        self._deadline = deadline
+        for key, value in values:
+            name = key.encode()
+            head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(more), len(name), name)
+            self._send(head + b"$%d\r\n" % value.nbytes)
+            self._send(value.data)
+            self._send(b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in more))
+        outcomes = []
+        for _ in values:
+            line = self._read_line()
+            is_error = line[:1] == b"-"
+            outcomes.append(outcome_of_text(_text(line)) if is_error else RemoteOutcome.DONE)
+        return outcomes
+
+    def get(
+        self,
+        keys: Sequence[RemoteKey],
+        *,
+        value_bytes_max: int,
+        take: Callable[[int], Bytes],
+        deadline: float,
+    ) -> list[Reply]:
+        self._deadline = deadline
+        names = [key.encode() for key in keys]
+        self._send(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(one), one) for one in names))
+        return [self._read_value(value_bytes_max, take) for _ in keys]
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+    def _read_value(self, value_bytes_max: int, take: Callable[[int], Bytes]) -> Reply:
+        line = self._read_line()
+        if line[:1] == b"-":
+            return Reply(outcome_of_text(_text(line)))
+        if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
+            raise LaneBroken(_text(line))
+        count = int(line[1:])
+        if count < 0:
+            return Reply(RemoteOutcome.ABSENT)
+        is_taken = count <= value_bytes_max
+        left = count
+        value = take(count) if is_taken else None
+        while left:
+            if value is not None:
+                left -= self._receive_into(value[count - left :])
+            else:
+                left -= self._skip(left)
+        if bytes(self._read_line()):
+            raise LaneBroken("no end of a value")
+        return Reply(RemoteOutcome.FAILED) if value is None else Reply(RemoteOutcome.DONE, value)
+
+    def _receive_into(self, place: Bytes) -> int:
+        """Some bytes of a value: those received with the last line first."""
+        held = min(self._last - self._first, place.nbytes)
+        if held:
+            part = memoryview(self._line)[self._first : self._first + held]
+            place.data[:held] = part  # gil-ok: at most 64 KiB, of each value once
+            self._first += held
+            return held
+        return self._received(self._socket_within().recv_into(place.data))
+
+    def _skip(self, count: int) -> int:
+        if self._first == self._last:
+            self._fill()
+        skipped = min(self._last - self._first, count)
+        self._first += skipped
+        return skipped
+
+    def _read_line(self) -> bytes:
+        while True:  # Ended by an end of line, or by LaneBroken when none fits.
+            end = self._line.find(b"\r\n", self._first, self._last)
+            if end >= 0:
+                line = bytes(self._line[self._first : end])  # gil-ok: a line
+                self._first = end + 2
+                return line
+            self._fill()
+
+    def _fill(self) -> None:
+        if self._first == self._last:
+            self._first = self._last = 0
+        elif self._last == len(self._line):
+            raise LaneBroken("a line without end")
+        view = memoryview(self._line)[self._last :]
+        self._last += self._received(self._socket_within().recv_into(view))
+
+    def _received(self, count: int) -> int:
+        if count == 0:
+            raise LaneBroken("closed by the server")
+        self.has_answered = True
+        return count
+
+    def _send(self, data: bytes | memoryview) -> None:
+        self._socket_within().sendall(data)
+
+    def _socket_within(self) -> socket.socket:
+        """The socket, with no more time than is left."""
+        left = self._deadline - self._clock.now()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        return self._socket
+
+
+def _text(line: bytes) -> str:
+    return line[1:].decode(errors="replace")
+
+
+class RedisLanes:
+    """The lanes to all nodes, kept for the next call; for threads."""
+
+    def __init__(
+        self,
+        connect: Callable[[Address, float], Any],
+        outcome_of: Callable[[Exception], RemoteOutcome],
+        clock: Clock,
+    ) -> None:
+        """`connect(address, seconds)` gives a connected `redis.Connection` or raises;
+        `outcome_of` says what that was."""
+        self._connect = connect
+        self._outcome_of = outcome_of
+        self._clock = clock
+        self._lock = threading.Lock()  # Guards the rest.
+        self._idle: dict[Address, list[RedisLane]] = {}
+        self._closed = False
+
+    def run(
+        self, address: Address, deadline: float, work: Callable[[RedisLane], list[T]]
+    ) -> list[T] | RemoteOutcome:
+        """What the work returned, or what became of all of it."""
+        while True:  # Ended by a lane that is new, at the latest.
+            lane = self._take(address)
+            is_used = lane is not None
+            try:
+                if lane is None:
+                    seconds = max(0.001, deadline - self._clock.now())
+                    lane = RedisLane(self._connect(address, seconds), self._clock)
+                    if (greeted := lane.greet(deadline)) is not RemoteOutcome.DONE:
+                        lane.close()
+                        return greeted
+                lane.has_answered = False
+                found = work(lane)
+            except Exception as error:  # noqa: BLE001  # Whatever the package raises is an outcome.
+                if lane is not None:
+                    lane.close()
+                if isinstance(error, TimeoutError):
+                    return RemoteOutcome.TIMED_OUT
+                if lane is not None and is_used and not lane.has_answered:
+                    continue  # The server has closed it since it was used last.
+                if isinstance(error, LaneBroken):
+                    return RemoteOutcome.UNREACHABLE
+                return self._outcome_of(error)
+            self._keep(address, lane)
+            return found
+
+    def close(self) -> None:
+        """Those in use are closed when their calls end."""
+        with self._lock:
+            self._closed = True
+            idle = [lane for lanes in self._idle.values() for lane in lanes]
+            self._idle.clear()
+        for lane in idle:
+            lane.close()
+
+    def _take(self, address: Address) -> RedisLane | None:
+        with self._lock:
+            idle = self._idle.get(address)
+            return idle.pop() if idle else None
+
+    def _keep(self, address: Address, lane: RedisLane) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.setdefault(address, []).append(lane)
+                return
+        lane.close()

@@ -370,6 +370,8 @@ class Promotions:
         self.promoted_count += len(rows)
         for rung in self._ladder.opened():
             rung.demotions.retiring.note_promoted(residency, rows)
+        # Now that they can be copied: a faster tier may not have what this one gave.
+        self._ladder.note_use(residency, rows)
         return [
             ins.WriteReady(
                 namespace, slots, hashes, parents, residency.epoch, self._shares.sequence(len(rows))

@@ -19,7 +19,7 @@ from tests.support.processes import eventually
 
 TIERS = ("dram", "cxl", "nvme", "remote")
 CHAIN = 8
-DRAM_BYTES, CXL_BYTES, NVME_BYTES = 4 << 20, 8 << 20, 32 << 20
+DRAM_BYTES, CXL_BYTES, NVME_BYTES = 4 << 20, 16 << 20, 32 << 20
 CHAINS = 20 * DRAM_BYTES // SHARD_BYTES // CHAIN
 PATIENT = ClientSettings(timeout_seconds=10.0)
 

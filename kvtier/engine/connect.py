@@ -6,7 +6,7 @@ The only module that knows the connector's classes, and it imports them when cal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,12 +65,12 @@ def connected_engine(
     settings = replace(settings or ConnectorSettings(), holds_preempted_blocks=True)
     spec = namespace_spec(model, config, salt=salt)
     device = device or open_device(model, config)
-    scheduler = SchedulerConnector(client, spec, settings=settings)
-    worker = WorkerConnector(client, spec, device.make_blocks(settings), settings=settings)
-    engine = Engine(model, config, EngineConnector(scheduler, worker), device=device)
-    try:
+    blocks = device.make_blocks(settings)
+    with ExitStack() as held:  # The worker side is closed first: it still reports its copies.
+        scheduler = SchedulerConnector(client, spec, settings=settings)
+        held.callback(scheduler.close)
+        worker = WorkerConnector(client, spec, blocks, settings=settings)
+        held.callback(worker.close)
+        engine = Engine(model, config, EngineConnector(scheduler, worker), device=device)
         yield ConnectedEngine(engine, spec, client, scheduler, worker)
         engine.wait_offloads(OFFLOAD_SECONDS_MAX)
-    finally:
-        worker.close()
-        scheduler.close()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvtier.connector import ConnectorSettings
+from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.cuda.errors import CudaUnavailable
 from kvtier.cuda.fake import FakeCudart
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.connect import connected_engine
 from kvtier.engine.device import HostDevice, open_device
 from kvtier.engine.engine import Engine
 from kvtier.engine.gpu_device import GpuDevice, kv_layout
 from kvtier.engine.kv_cache import block_bytes, make_kv_cache
 from kvtier.engine.model import random_model
+from tests.support.clock import ManualClock
+from tests.support.fake_client import FakeClient
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import TINY, tiny_model
 from tests.support.twin_kernels import copy_runs_twin
@@ -102,3 +108,19 @@ def test_short_runs_go_by_kernels_where_there_are_any_and_the_lane_gives_them_up
     blocks.make_lane().close()
     assert gpu.cuda.free_bytes() == free_bytes
     gpu.cuda.assert_clean()
+
+
+def test_a_gpu_that_cannot_copy_leaves_no_half_of_the_connector_behind() -> None:
+    class Deaf(FakeGpu):
+        def make_blocks(self, settings: ConnectorSettings) -> DeviceBlocks:
+            raise CudaUnavailable("plain copies move wrong bytes")
+
+    model = tiny_model()
+    client: Any = FakeClient(ManualClock(), slot_count=4, shard_bytes=block_bytes(model, CONFIG))
+    before = set(threading.enumerate())
+    with (
+        pytest.raises(CudaUnavailable),
+        connected_engine(model, CONFIG, client, device=Deaf(model, CONFIG)),
+    ):
+        pass
+    assert set(threading.enumerate()) == before

@@ -37,6 +37,8 @@ DEVICES = {
     "batches": FakeDevice(),
     "aliases": FakeDevice(is_aliased=True),
     "no batches": FakeDevice(has_batches=False),
+    # Copies from staging are plain then, which take the host's own address.
+    "aliases without batches": FakeDevice(is_aliased=True, has_batches=False),
 }
 ODD = Sizes(layers=3, blocks=9, heads=3, tokens=5, width=7)
 

@@ -31,8 +31,9 @@ needs_mooncake = pytest.mark.skipif(
 
 
 class MooncakeMaster:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self.port = free_port()
+        self._host = host
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,11 +41,11 @@ class MooncakeMaster:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     def start(self) -> None:
         assert self._process is None or self._process.poll() is not None, "it runs already"
-        command = [str(BINARY), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
+        command = [str(BINARY), f"--rpc_port={self.port}", f"--rpc_address={self._host}"]
         command += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
         with open(self._folder / "log", "ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -52,7 +53,7 @@ class MooncakeMaster:
         while True:
             assert self._process.poll() is None, (self._folder / "log").read_text()
             assert time.monotonic() < deadline, "the master does not listen"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            with contextlib.suppress(OSError), socket.create_connection((self._host, self.port)):
                 return
             time.sleep(0.02)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.vllm.scheduler_rig import SchedulerRig, prompt_of
+from kvtier.types import TierName
+from tests.vllm.scheduler_rig import BLOCK_TOKENS, SchedulerRig, prompt_of
+from tests.vllm.versions import HAS_HIT_SOURCES
 
 pytestmark = pytest.mark.vllm
 
@@ -244,3 +247,22 @@ def test_thousand_waiting_requests_pin_less_than_half_the_pool(tiny_llama: Path)
     rig.check_nothing_left()
     # Nobody's turn was so long in coming that it computed what was there.
     assert rig.core.stats().deadline_missed_requests == 0
+
+
+@pytest.mark.skipif(not HAS_HIT_SOURCES, reason="vLLM asks for sources since 0.32")
+def test_every_tier_has_its_source_in_vllms_words(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    rig = SchedulerRig(tiny_llama)
+    rig.step()
+    runs = ((TierName.DRAM, 1), (TierName.CXL, 1), (TierName.NVME, 2), (TierName.REMOTE, 3))
+    monkeypatch.setattr(rig.core, "onboard_sources", lambda request_id: runs)
+    found = rig.side.hit_sources(SimpleNamespace(request_id="r"), 8 * BLOCK_TOKENS)
+    blocks = {source: tokens // BLOCK_TOKENS for source, tokens in found.items()}
+    assert blocks == {
+        CacheHitSource.HOST: 3,  # One that could not be planned among them.
+        CacheHitSource.DISK: 2,
+        CacheHitSource.EXTERNAL_UNSPECIFIED: 3,
+    }

@@ -187,9 +187,13 @@ class SchedulerSide:
 
         if self._core is None or external_tokens <= 0:
             return {}
+        named = {
+            TierName.NVME: CacheHitSource.DISK,
+            TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for remote stores.
+        }
         sources: dict[Any, int] = {}
         for tier, count in self._core.onboard_sources(request.request_id):
-            name = CacheHitSource.DISK if tier is TierName.NVME else CacheHitSource.HOST
+            name = named.get(tier, CacheHitSource.HOST)
             sources[name] = sources.get(name, 0) + count * self._block_tokens
         left = external_tokens - sum(sources.values())
         if left > 0:  # A load that could not be planned: vLLM will hear that it failed.

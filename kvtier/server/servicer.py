@@ -224,6 +224,9 @@ class EngineCalls:
         namespace, hashes = self._hashes_of(request)
         reply = await self._core.run(ev.Prefetch(namespace.id, hashes))
         assert isinstance(reply, ins.PrefetchBegun), "Prefetch has one kind of reply"
+        if self._search is not None:
+            count = self._core.match_packed(namespace.id, hashes.packed).matched_count
+            self._search.begin(namespace.id, hashes, count)
         return pb.PrefetchResponse(
             memory_count=reply.memory_count, promoting_count=reply.promoting_count
         )

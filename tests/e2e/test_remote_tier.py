@@ -23,6 +23,7 @@ DRAM_BYTES = 8 << 20
 # A clear waits for all nodes.
 PATIENT = ClientSettings(timeout_seconds=5.0, admin_timeout_seconds=30.0)
 KNOWN = 'kvtier_tier_blocks{tier="remote"}'
+FOUND = "kvtier_remote_found_blocks_total"
 HITS = 'kvtier_hit_blocks_total{call="acquire",tier="remote"}'
 
 
@@ -89,7 +90,7 @@ def test_what_one_node_computed_another_finds_and_onboards(kind: str, tmp_path: 
         hits = [second.onboard(hashes) for hashes in chains[1:]]
         assert hits == [CHAIN] * 4
         metrics = second.daemon.metrics()
-        assert metrics[HITS] == metrics["kvtier_remote_found_blocks_total"] == 4 * CHAIN
+        assert metrics[HITS] == metrics[FOUND] == 4 * CHAIN
         assert second.onboard(chain_hashes("nobody's", CHAIN)) == 0
         # A match begins the search and does not wait for it.
         began = time.monotonic()
@@ -99,6 +100,9 @@ def test_what_one_node_computed_another_finds_and_onboards(kind: str, tmp_path: 
             lambda: second.client.match(second.namespace, chains[0]).matched_count == CHAIN,
             "the search that the first match began",
         )
+        last = first.share("last")
+        second.client.prefetch(second.namespace, last)
+        eventually(lambda: second.daemon.metrics()[FOUND] == 6 * CHAIN, "that of a prefetch")
 
 
 def test_what_memory_has_given_up_comes_back_from_the_remote_engine(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from kvtier.core.stats import LowerCounts
 from kvtier.metrics import CXL_STATES
 from kvtier.server.base import Base
 from kvtier.server.cxl_tier import CxlKeeper
+from kvtier.server.tier_rows import note_counts, tier_row
 from kvtier.types import TierName
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -32,25 +33,17 @@ class CxlReport:
         metrics.tier_budget_bytes.labels(CXL).set(keeper.budget_bytes)
         metrics.tier_populated_bytes.labels(CXL).set(keeper.populated_bytes)
         if counts is not None:
-            metrics.tier_slots.labels(CXL, "ready").set(counts.slot_count)
-            metrics.tier_slots.labels(CXL, "reserved").set(counts.demoting_count)
-            metrics.tier_slots.labels(CXL, "pinned").set(counts.promoting_count)
-            metrics.tier_blocks.labels(CXL).set(counts.block_count)
+            note_counts(metrics, self.tier, counts)
 
     def tier_stats(self, counts: LowerCounts | None) -> list[pb.TierStats]:
-        """Slots have the size of their namespace's blocks, so that none can be counted as free."""
         keeper = self._keeper
         if keeper is None:
             return []
-        tier = pb.TierStats(
-            tier=CXL,
+        row = tier_row(
+            self.tier,
+            counts,
             budget_bytes=keeper.budget_bytes,
             populated_bytes=keeper.populated_bytes,
             memory=keeper.label,
         )
-        if counts is not None:
-            tier.slot_count = counts.slot_count + counts.demoting_count
-            tier.ready_count = counts.slot_count
-            tier.reserved_count = counts.demoting_count
-            tier.pinned_count = counts.promoting_count
-        return [tier]
+        return [row]

@@ -7,6 +7,7 @@ from kvtier.layout import PAD_BYTES
 from kvtier.metrics import NVME_STATES, TRANSFERS
 from kvtier.server.base import Base
 from kvtier.server.nvme import NvmeKeeper
+from kvtier.server.tier_rows import note_counts, tier_row
 from kvtier.types import TierName
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -44,24 +45,14 @@ class NvmeReport:
             self._refresh_counts(counts)
 
     def tier_stats(self, counts: LowerCounts | None) -> list[pb.TierStats]:
-        """Slots have the size of their namespace's blocks, so that none can be counted as free."""
         if self._keeper is None:
             return []
-        capacity_bytes = self._keeper.capacity_bytes
-        tier = pb.TierStats(tier=NVME, budget_bytes=capacity_bytes, populated_bytes=capacity_bytes)
-        if counts is not None:
-            tier.slot_count = counts.slot_count + counts.demoting_count
-            tier.ready_count = counts.slot_count
-            tier.reserved_count = counts.demoting_count
-            tier.pinned_count = counts.promoting_count
-        return [tier]
+        capacity = self._keeper.capacity_bytes
+        return [tier_row(self.tier, counts, budget_bytes=capacity, populated_bytes=capacity)]
 
     def _refresh_counts(self, counts: LowerCounts) -> None:
         metrics = self._metrics
-        metrics.tier_slots.labels(NVME, "ready").set(counts.slot_count)
-        metrics.tier_slots.labels(NVME, "reserved").set(counts.demoting_count)
-        metrics.tier_slots.labels(NVME, "pinned").set(counts.promoting_count)
-        metrics.tier_blocks.labels(NVME).set(counts.block_count)
+        note_counts(metrics, self.tier, counts)
         metrics.demote_waiting_blocks.set(counts.waiting_demote_count)
         metrics.nvme_segments.labels("free").set(counts.free_segment_count)
         bound_count = counts.segment_count - counts.free_segment_count

@@ -6,6 +6,7 @@ from kvtier.core.stats import LowerCounts
 from kvtier.metrics import BREAKER_STATES
 from kvtier.server.base import Base
 from kvtier.server.remote_tier import RemoteKeeper
+from kvtier.server.tier_rows import note_counts, tier_row
 from kvtier.types import TierName
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -36,20 +37,13 @@ class RemoteReport:
         metrics.remote_epochs.set(keeper.epoch_count)
         metrics.note_remote_troubles(keeper.parts.engine.troubles)
         if counts is not None:
-            metrics.tier_slots.labels(REMOTE, "ready").set(counts.slot_count)
-            metrics.tier_slots.labels(REMOTE, "reserved").set(counts.demoting_count)
-            metrics.tier_slots.labels(REMOTE, "pinned").set(counts.promoting_count)
-            metrics.tier_blocks.labels(REMOTE).set(counts.block_count)
+            note_counts(metrics, self.tier, counts)
 
     def tier_stats(self, counts: LowerCounts | None) -> list[pb.TierStats]:
         """What this daemon knows to be there; the engine's own size is the engine's business."""
         keeper = self._keeper
         if keeper is None:
             return []
-        tier = pb.TierStats(tier=REMOTE, budget_bytes=keeper.known_bytes_max, memory=keeper.name)
-        if counts is not None:
-            tier.slot_count = counts.slot_count + counts.demoting_count
-            tier.ready_count = counts.slot_count
-            tier.reserved_count = counts.demoting_count
-            tier.pinned_count = counts.promoting_count
-        return [tier]
+        return [
+            tier_row(self.tier, counts, budget_bytes=keeper.known_bytes_max, memory=keeper.name)
+        ]

@@ -34,7 +34,7 @@ check: setup ## Lint, types, tidy and unit tests: up to a minute, a minute more 
 	$(BIN)/python -m pytest -q -m "not slow and not ($(OTHER_GATES))" tests/tidy tests/unit
 	@$(BIN)/python -m benchmarks.gpu.verified
 
-test: setup ## Every test that needs no GPU and no vLLM, in short form: at most ten minutes.
+test: setup ## Every test that needs no GPU and no vLLM, in short form: up to 13 minutes on 2 cores.
 	$(BIN)/python -m pytest -m "not ($(OTHER_GATES))" tests
 
 demo: setup ## Two engines, one daemon: the second answers with the first one's KV.

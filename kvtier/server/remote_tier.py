@@ -33,7 +33,6 @@ from kvtier.pools.remote.epochs import MEMBER_BYTES, EpochWatch
 from kvtier.pools.remote.frame import FrameFault
 from kvtier.pools.superblock import ROW_COUNT_MAX
 from kvtier.server.base import Base
-from kvtier.server.finish import finish
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.remote import RemoteParts, element_width
 from kvtier.types import BlockHash, NamespaceId, TierName
@@ -52,10 +51,12 @@ class _Space:
     namespace: OpenedNamespace
     blocks: RemoteBlocks
     epochs: EpochWatch
-    is_void: bool = False  # Cleared here, and not yet among the nodes.
+    # Clears are numbered. While the last one is not done among the nodes the tier is off.
+    clear_begun: int = 0
+    clear_done: int = 0
 
     def current_epoch(self) -> int | None:
-        return None if self.is_void else self.epochs.current_epoch()
+        return None if self.clear_done < self.clear_begun else self.epochs.current_epoch()
 
 
 class RemoteKeeper:
@@ -225,26 +226,27 @@ class RemoteKeeper:
                 return count if count or outcome is RemoteOutcome.ABSENT else None
         return len(outcomes)
 
-    def begin_clear(self, namespace: NamespaceId) -> None:
-        """Before the core forgets: nothing of the namespace is found or got from now on."""
-        space = self._spaces.get(namespace)
-        if space is not None:
-            space.is_void = True
+    def begin_clear(self, namespace: NamespaceId) -> int:
+        """Before the core forgets: nothing of the namespace is found or got from now on. The
+        number of this clear."""
+        space = self._spaces[namespace]
+        space.clear_begun += 1
+        return space.clear_begun
 
-    async def clear(self, namespace: NamespaceId) -> None:
-        """The namespace is empty for all nodes when this returns. Raises Unavailable when that
-        could not be done; then the tier is off for it here until it is cleared again."""
-        space = self._spaces.get(namespace)
-        if space is None:
-            return
-        space.is_void = True
-        cleared = await finish(space.epochs.clear())
+    async def end_clear(self, namespace: NamespaceId, number: int) -> None:
+        """Once the core has forgotten: the namespace is empty for all nodes when this returns.
+
+        Raises Unavailable when that could not be done; then the tier is off for it here until it is
+        cleared again. Not to be cancelled.
+        """
+        space = self._spaces[namespace]
+        cleared = await space.epochs.clear()
         if cleared.outcome is not RemoteOutcome.DONE:
             raise Unavailable(
                 f"cleared on this node, but {self.name} could not be told ({cleared.outcome}): "
                 "other nodes still use what is there, and this one nothing of it; clear again"
             )
-        space.is_void = False
+        space.clear_done = max(space.clear_done, number)
 
     # ------------------------------------------------------------------------------------- end
 

@@ -11,6 +11,7 @@ from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers
+from kvtier.server.finish import finish
 from kvtier.server.leasing import PIN_WAIT_SECONDS, Leasing
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.remote_tier import RemoteKeeper
@@ -78,12 +79,8 @@ class AdminCalls:
         )
 
     async def clear(self, request: pb.ClearRequest, _: Caller) -> pb.ClearResponse:
-        namespace = self._namespaces.get(request.namespace_id)
-        if self._remote is not None:
-            self._remote.begin_clear(namespace.id)
-        cleared = await self._namespaces.clear(namespace)
-        if self._remote is not None:
-            await self._remote.clear(namespace.id)
+        # Also for a caller that has gone: a clear that stops half way turns the remote tier off.
+        cleared = await finish(self._clear(self._namespaces.get(request.namespace_id)))
         return pb.ClearResponse(epoch=cleared.epoch, voided_count=cleared.voided_count)
 
     async def drain(self, request: pb.DrainRequest, _: Caller) -> pb.DrainResponse:
@@ -107,6 +104,14 @@ class AdminCalls:
 
     async def stats(self, request: pb.StatsRequest, _: Caller) -> pb.StatsResponse:
         return self._reporter.stats_response()
+
+    async def _clear(self, namespace: OpenedNamespace) -> ins.Cleared:
+        if self._remote is None:
+            return await self._namespaces.clear(namespace)
+        number = self._remote.begin_clear(namespace.id)
+        cleared = await self._namespaces.clear(namespace)
+        await self._remote.end_clear(namespace.id, number)
+        return cleared
 
     def _hashes_of(
         self, request: pb.EvictRequest | pb.PinRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.client import Client, ClientSettings, Namespace
-from kvtier.errors import Unavailable
+from kvtier.errors import KVTierError, Unavailable
 from kvtier.pools.remote.files import prepare_root
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, offload, onboard, spec_of
@@ -23,6 +23,9 @@ DRAM_BYTES = 8 << 20
 # A clear waits for all nodes.
 PATIENT = ClientSettings(timeout_seconds=5.0, admin_timeout_seconds=30.0)
 KNOWN = 'kvtier_tier_blocks{tier="remote"}'
+EPOCHS = "kvtier_remote_epochs_count"
+# Gives a clear up before it can have ended.
+HASTY = ClientSettings(timeout_seconds=5.0, admin_timeout_seconds=0.3)
 FOUND = "kvtier_remote_found_blocks_total"
 HITS = 'kvtier_hit_blocks_total{call="acquire",tier="remote"}'
 
@@ -79,7 +82,7 @@ def share(kind: str, folder: Path) -> Iterator[dict[str, str]]:
 
 def wait_epoch(one: Node) -> None:
     """Until the node follows the namespace's epoch in the engine."""
-    eventually(lambda: one.daemon.metrics().get("kvtier_remote_epochs_count", 0) >= 1, "an epoch")
+    eventually(lambda: one.daemon.metrics().get(EPOCHS, 0) >= 1, "an epoch")
 
 
 @pytest.mark.parametrize("kind", ["files", pytest.param("redis", marks=needs_redis)])
@@ -128,6 +131,15 @@ def test_clear_on_one_node_holds_on_all_and_an_engine_that_is_gone_costs_misses(
             assert (first.onboard(hashes), second.onboard(hashes)) == (0, 0), "put before"
             again = first.share("after")
             eventually(lambda: second.onboard(again) == CHAIN, "the epoch that came after")
+            with Client(first.daemon.socket, settings=HASTY) as hasty:
+                namespace = hasty.open_namespace(spec_of())
+                assert hasty.wait_connected(10)
+                with pytest.raises(KVTierError):
+                    hasty.clear(namespace)
+            # The clear that nobody waited for has ended, and the tier is on.
+            eventually(lambda: first.daemon.metrics()[EPOCHS] == 1, "the end of the clear")
+            again = first.share("again")
+            eventually(lambda: second.onboard(again) == CHAIN, "the epoch that came then")
             last = first.share("last")
             server.kill()
             began = time.monotonic()

@@ -224,12 +224,26 @@ def test_a_clear_that_cannot_be_told_turns_the_tier_off_until_it_can(tmp_path: P
             node.fill(0, names("a")[0])
             await node.demote(namespace, slots(0), "a")
             shelf.trouble = RemoteOutcome.UNREACHABLE
-            node.keeper.begin_clear(namespace)
+            number = node.keeper.begin_clear(namespace)
             with pytest.raises(Unavailable, match="cleared on this node, but fake:"):
-                await node.keeper.clear(namespace)
+                await node.keeper.end_clear(namespace, number)
             shelf.trouble = None
             assert await node.keeper.exists_count(namespace, names("a")) is None
             assert (await node.promote(namespace, slots(4), "a")).outcomes.tolist() == [REFUSED]
+
+    asyncio.run(story())
+
+
+def test_a_clear_that_ends_does_not_turn_the_tier_on_under_another(tmp_path: Path) -> None:
+    async def story() -> None:
+        shelf = Shelf()
+        async with running(tmp_path, shelf) as (node, namespace):
+            first = node.keeper.begin_clear(namespace)
+            second = node.keeper.begin_clear(namespace)
+            await node.keeper.end_clear(namespace, first)
+            assert await node.keeper.exists_count(namespace, names("a")) is None
+            await node.keeper.end_clear(namespace, second)
+            assert await node.keeper.exists_count(namespace, names("a")) == 0
 
     asyncio.run(story())
 

@@ -31,6 +31,9 @@ STARVED_SECONDS = 20.0
 # What is asked for all the time stays in memory, unless its slab is given to the other namespace.
 PROBE_HIT_SHARE_MIN = 0.9
 ANON_GROWTH_BYTES_MAX = 16 << 20
+# The loop's time under load may be so many times the idle one: nine seconds beside strangers say less
+# than five minutes. (20 ms on the loop at each end of a batch is thirty times.)
+QUEUE_TIMES_MAX = 2 if is_torture() else 5
 QUEUE_SECONDS_MAX = 0.001
 WAIT_SHARE_MAX = 0.15
 # The file system's own records of a file that is written at random.
@@ -208,7 +211,7 @@ def check_queueing(seen: Seen) -> None:
     theirs, and only the call itself is judged."""
     assert seen.idle is not None
     assert seen.loaded is not None
-    limit = max(2 * seen.idle.whole, QUEUE_SECONDS_MAX)
+    limit = max(QUEUE_TIMES_MAX * seen.idle.whole, QUEUE_SECONDS_MAX)
     assert seen.loaded.acquire <= limit, seen
     assert seen.loaded.whole <= limit or seen.wait_share > WAIT_SHARE_MAX, seen
 

@@ -31,8 +31,8 @@ STARVED_SECONDS = 20.0
 # What is asked for all the time stays in memory, unless its slab is given to the other namespace.
 PROBE_HIT_SHARE_MIN = 0.9
 ANON_GROWTH_BYTES_MAX = 16 << 20
-# The loop's time under load may be so many times the idle one: nine seconds beside strangers say less
-# than five minutes. (20 ms on the loop at each end of a batch is thirty times.)
+# The loop's time under load may be so many times the idle one: nine seconds beside strangers say
+# less than five minutes. (20 ms on the loop at each end of a batch is thirty times.)
 QUEUE_TIMES_MAX = 2 if is_torture() else 5
 QUEUE_SECONDS_MAX = 0.001
 WAIT_SHARE_MAX = 0.15

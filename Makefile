@@ -34,8 +34,8 @@ check: setup ## Lint, types, tidy and unit tests: up to a minute, a minute more 
 	$(BIN)/python -m pytest -q -m "not slow and not ($(OTHER_GATES))" tests/tidy tests/unit
 	@$(BIN)/python -m benchmarks.gpu.verified
 
-test: setup ## Every test that needs no GPU and no vLLM, in short form: up to 13 minutes on 2 cores.
-	$(BIN)/python -m pytest -m "not ($(OTHER_GATES))" tests
+test: setup ## Every test that needs no GPU and no vLLM, in short form: up to 10 minutes on 2 cores.
+	@bash scripts/test.sh "not ($(OTHER_GATES))"
 
 demo: setup ## Two engines, one daemon: the second answers with the first one's KV.
 	$(BIN)/python -m kvtier.demo

@@ -28,6 +28,7 @@ from kvtier.types import (
     SlabId,
     TierName,
 )
+from tests.support.forms import is_torture
 
 NS, MINE = NamespaceId(1), SessionId(1)
 BLOCK_BYTES = 4096  # So small that everything is about counts.
@@ -36,7 +37,8 @@ CHAINS = 8
 MEMORY_BLOCKS = 2 * CHAIN_BLOCKS + CHAIN_BLOCKS // 4
 SEGMENT_BLOCKS = 4096
 SEGMENTS = 5  # Fewer than there are chains: they are reused.
-SLICE_SECONDS_MAX = 0.005
+# Processor time, but of a core that `make test` shares between two runs: its caches are not ours.
+SLICE_SECONDS_MAX = 0.005 if is_torture() else 0.010
 SETTINGS = LowerSettings(write_bytes_per_hour=1e12)
 
 
@@ -160,6 +162,7 @@ def loaded() -> Shell:
     return shell
 
 
+@pytest.mark.full_form
 @pytest.mark.slow
 def test_no_event_holds_the_loop_for_longer_than_a_slice(shell: Shell) -> None:
     assert not shell.slow()

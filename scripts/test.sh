@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# `make test`, which says by marks what is left to other gates: two halves at once. Tests of whole processes mostly wait; beside them, and giving way
+# to them, runs what computes. What the second half said is told when the first one is over.
+set -u
+
+python=${VENV:-.venv}/bin/python
+marks=$1
+waiting=(tests/crash tests/e2e)
+
+said=$(mktemp)
+trap 'rm -f "$said"' EXIT
+# So that pressing ctrl-C ends both.
+trap 'kill -INT "$computing" 2>/dev/null; wait; exit 130' INT TERM
+
+nice "$python" -m pytest -p no:cacheprovider -m "$marks" tests \
+    "${waiting[@]/#/--ignore=}" >"$said" 2>&1 &
+computing=$!
+
+"$python" -m pytest -m "$marks" "${waiting[@]}"
+first=$?
+echo "--- beside it: everything but ${waiting[*]}"
+tail -f -n +1 --pid=$computing "$said"
+wait "$computing"
+second=$?
+[ "$first" -eq 0 ] && [ "$second" -eq 0 ] && exit 0
+echo "--- ${waiting[*]}: exit $first; everything else: exit $second" >&2
+exit 1

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvtier.errors import BadRequest, KVTierError, LimitExceeded
 from kvtier.lane import LANE_CALLS, pack
-from kvtier.metrics import OUTCOMES
+from kvtier.metrics.labels import OUTCOMES
 from kvtier.server.base import Base
 from kvtier.server.lane import Answer, refusal
 from kvtier.server.security import ACCESS, Access, Caller, Tokens
@@ -128,7 +128,7 @@ class Calls:
             raise
         finally:
             self.active_count -= 1
-            self._metrics.note_call(name, outcome, self._clock.now() - started)
+            self._metrics.calls.note_call(name, outcome, self._clock.now() - started)
 
     def _streaming(self, name: str, handler: Streaming) -> Callable[..., Awaitable[None]]:
         async def respond(request: Message, caller: Caller | None, send: Send) -> Message:

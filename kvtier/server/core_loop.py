@@ -154,7 +154,7 @@ class CoreLoop:
         except Exception as error:
             self.fail(error)
             raise
-        self._metrics.note_slice(self._clock.now() - now)
+        self._metrics.calls.note_slice(self._clock.now() - now)
         return reply, rest
 
     def _continue_in_background(self, rest: Event) -> asyncio.Task[Reply | KVTierError | None]:

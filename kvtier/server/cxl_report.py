@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.core.stats import LowerCounts
-from kvtier.metrics import CXL_STATES
+from kvtier.metrics.labels import CXL_STATES
 from kvtier.server.base import Base
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.tier_rows import note_counts, tier_row
@@ -26,12 +26,12 @@ class CxlReport:
         keeper, metrics = self._keeper, self._metrics
         present = "absent" if keeper is None else keeper.state
         for state in CXL_STATES:
-            metrics.cxl_state.labels(state).set(state == present)
+            metrics.cxl.state.labels(state).set(state == present)
         if keeper is None:
             return
-        metrics.cxl_emulated.set(keeper.is_emulated)
-        metrics.tier_budget_bytes.labels(CXL).set(keeper.budget_bytes)
-        metrics.tier_populated_bytes.labels(CXL).set(keeper.populated_bytes)
+        metrics.cxl.emulated.set(keeper.is_emulated)
+        metrics.state.tier_budget_bytes.labels(CXL).set(keeper.budget_bytes)
+        metrics.state.tier_populated_bytes.labels(CXL).set(keeper.populated_bytes)
         if counts is not None:
             note_counts(metrics, self.tier, counts)
 

@@ -193,12 +193,14 @@ class CxlKeeper:
         self.block_counts[batch.direction] -= len(asked.slots)
         corrupt_count = int((outcomes == _CORRUPT).sum())
         for outcome, count in (("done", len(outcomes) - corrupt_count), ("corrupt", corrupt_count)):
-            metrics.cxl_transferred_blocks.labels(batch.direction, outcome).inc(count)
-        metrics.cxl_transfer_seconds[batch.direction].observe(
+            metrics.cxl.transferred_blocks.labels(batch.direction, outcome).inc(count)
+        metrics.cxl.transfer_seconds[batch.direction].observe(
             self._base.clock.now() - batch.began_at
         )
         if isinstance(asked, Demote):
-            metrics.corrupt_blocks.inc(corrupt_count)  # Somebody wrote into committed memory.
+            metrics.blocks.corrupt_blocks.inc(
+                corrupt_count
+            )  # Somebody wrote into committed memory.
         if self._is_over:
             return
         kind = Demoted if isinstance(asked, Demote) else Promoted

@@ -16,4 +16,4 @@ async def watch_lag(clock: Clock, metrics: Metrics) -> None:
     while True:
         due = clock.now() + SAMPLE_SECONDS
         await asyncio.sleep(SAMPLE_SECONDS)
-        metrics.loop_lag_seconds.observe(max(0.0, clock.now() - due))
+        metrics.calls.loop_lag_seconds.observe(max(0.0, clock.now() - due))

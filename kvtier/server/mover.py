@@ -95,7 +95,7 @@ class Mover:
                 views = [self._pool.views(slot) for slot in slots.tolist()]
                 sums = await loop.run_in_executor(self._checksum_thread, block_checksums, views)
                 self.waiting_count -= len(slots)
-                self._metrics.checksummed_blocks.inc(len(slots))
+                self._metrics.blocks.checksummed_blocks.inc(len(slots))
                 self._core.post(ChecksumsComputed(asked.namespace, slots, sums))
         self._is_summing = False
 

@@ -232,7 +232,7 @@ class NvmeKeeper:
             return True
         self._table_batch = batch
         written_bytes = self._pool.table_written_bytes - before
-        self._metrics.nvme_written_bytes.labels("table").inc(written_bytes)
+        self._metrics.nvme.written_bytes.labels("table").inc(written_bytes)
         self.wear.note(written_bytes, now=self._clock.now())
         return self._pool.dirty_page_count * PAD_BYTES <= written_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.core.stats import LowerCounts
 from kvtier.layout import PAD_BYTES
-from kvtier.metrics import NVME_STATES, TRANSFERS
+from kvtier.metrics.labels import NVME_STATES, TRANSFERS
 from kvtier.server.base import Base
 from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.tier_rows import note_counts, tier_row
@@ -29,17 +29,17 @@ class NvmeReport:
         keeper, metrics = self._keeper, self._metrics
         present = "absent" if keeper is None else keeper.state
         for state in NVME_STATES:
-            metrics.nvme_state.labels(state).set(state == present)
+            metrics.nvme.state.labels(state).set(state == present)
         if keeper is None:
             return
-        metrics.tier_budget_bytes.labels(NVME).set(keeper.capacity_bytes)
-        metrics.tier_populated_bytes.labels(NVME).set(keeper.capacity_bytes)
-        metrics.nvme_queue_transfers.set(keeper.queued_count)
-        metrics.nvme_unwritten_bytes.set(keeper.dirty_page_count * PAD_BYTES)
+        metrics.state.tier_budget_bytes.labels(NVME).set(keeper.capacity_bytes)
+        metrics.state.tier_populated_bytes.labels(NVME).set(keeper.capacity_bytes)
+        metrics.nvme.queue_transfers.set(keeper.queued_count)
+        metrics.transfers.nvme_unwritten_bytes.set(keeper.dirty_page_count * PAD_BYTES)
         for direction in TRANSFERS:
-            metrics.transfer_blocks.labels(direction).set(keeper.block_counts[direction])
-        metrics.nvme_recovered_blocks.set(keeper.recovered_count)
-        metrics.nvme_recovery_seconds.set(keeper.recovery_seconds)
+            metrics.transfers.blocks.labels(direction).set(keeper.block_counts[direction])
+        metrics.nvme.recovered_blocks.set(keeper.recovered_count)
+        metrics.nvme.recovery_seconds.set(keeper.recovery_seconds)
         self._refresh_wear(keeper)
         if counts is not None:
             self._refresh_counts(counts)
@@ -53,12 +53,12 @@ class NvmeReport:
     def _refresh_counts(self, counts: LowerCounts) -> None:
         metrics = self._metrics
         note_counts(metrics, self.tier, counts)
-        metrics.demote_waiting_blocks.set(counts.waiting_demote_count)
-        metrics.nvme_segments.labels("free").set(counts.free_segment_count)
+        metrics.transfers.demote_waiting_blocks.set(counts.waiting_demote_count)
+        metrics.nvme.segments.labels("free").set(counts.free_segment_count)
         bound_count = counts.segment_count - counts.free_segment_count
-        metrics.nvme_segments.labels("bound").set(bound_count)
-        metrics.nvme_write_budget_bytes.set(max(0, counts.budget_bytes_left))
-        metrics.note_reuse(
+        metrics.nvme.segments.labels("bound").set(bound_count)
+        metrics.nvme.write_budget_bytes.set(max(0, counts.budget_bytes_left))
+        metrics.nvme.note_reuse(
             reused_count=counts.reused_segment_count,
             dropped_count=counts.dropped_count,
             reinserted_count=counts.reinserted_count,
@@ -67,9 +67,9 @@ class NvmeReport:
     def _refresh_wear(self, keeper: NvmeKeeper) -> None:
         metrics = self._metrics
         day_bytes = keeper.wear.day_bytes(now=self._clock.now())
-        metrics.nvme_day_written_bytes.set(day_bytes)
-        metrics.nvme_day_endurance_bytes.set(keeper.endurance_bytes_per_day)
-        hit_count = sum(metrics.hit_count(call, TierName.NVME) for call in _LEASING_CALLS)
-        metrics.nvme_hit_written_bytes.set(
+        metrics.nvme.day_written_bytes.set(day_bytes)
+        metrics.nvme.day_endurance_bytes.set(keeper.endurance_bytes_per_day)
+        hit_count = sum(metrics.blocks.hit_count(call, TierName.NVME) for call in _LEASING_CALLS)
+        metrics.nvme.hit_written_bytes.set(
             keeper.wear.written_bytes / hit_count if hit_count else 0
         )

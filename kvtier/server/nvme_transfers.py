@@ -144,14 +144,14 @@ class Transfers:
         self.block_counts[direction] -= transfer.count
         counts = {one: int((outcomes == one).sum()) for one in TransferOutcome}
         for outcome, count in counts.items():
-            metrics.transferred_blocks.labels(direction, outcome.name.lower()).inc(count)
-        metrics.transfer_seconds[direction].observe(now - transfer.began_at)
+            metrics.transfers.transferred_blocks.labels(direction, outcome.name.lower()).inc(count)
+        metrics.transfers.seconds[direction].observe(now - transfer.began_at)
         if direction == "promote":
             read_count = counts[TransferOutcome.DONE] + counts[TransferOutcome.CORRUPT]
-            metrics.nvme_read_bytes.inc(read_count * transfer.block_bytes)
+            metrics.nvme.read_bytes.inc(read_count * transfer.block_bytes)
             return
         written_bytes = counts[TransferOutcome.DONE] * transfer.block_bytes
-        metrics.nvme_written_bytes.labels("blocks").inc(written_bytes)
+        metrics.nvme.written_bytes.labels("blocks").inc(written_bytes)
         # Not those that came up corrupt: a crash does that to blocks, and no engine is to blame.
-        metrics.corrupt_blocks.inc(counts[TransferOutcome.CORRUPT])
+        metrics.blocks.corrupt_blocks.inc(counts[TransferOutcome.CORRUPT])
         self._wear.note(written_bytes, now=now)

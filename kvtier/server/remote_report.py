@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.core.stats import LowerCounts
-from kvtier.metrics import BREAKER_STATES
+from kvtier.metrics.labels import BREAKER_STATES
 from kvtier.server.base import Base
 from kvtier.server.remote_tier import RemoteKeeper
 from kvtier.server.tier_rows import note_counts, tier_row
@@ -30,12 +30,12 @@ class RemoteReport:
             sides = {"read": str(engine.reading_state), "write": str(engine.writing_state)}
         for side, present in sides.items():
             for state in BREAKER_STATES:
-                metrics.remote_state.labels(side, state).set(state == present)
+                metrics.remote.state.labels(side, state).set(state == present)
         if keeper is None:
             return
-        metrics.tier_budget_bytes.labels(REMOTE).set(keeper.known_bytes_max)
-        metrics.remote_epochs.set(keeper.epoch_count)
-        metrics.note_remote_troubles(keeper.parts.engine.troubles)
+        metrics.state.tier_budget_bytes.labels(REMOTE).set(keeper.known_bytes_max)
+        metrics.remote.epochs.set(keeper.epoch_count)
+        metrics.remote.note_troubles(keeper.parts.engine.troubles)
         if counts is not None:
             note_counts(metrics, self.tier, counts)
 

@@ -104,7 +104,7 @@ class RemoteSearch:
                 return  # Nobody knows: the next call asks again, as far as the breaker lets it.
             if count:
                 parent = hashes[at - 1] if at else None
-                self._metrics.remote_found_blocks.inc(count)
+                self._metrics.remote.found_blocks.inc(count)
                 self._core.post(
                     BlocksFound(namespace, epoch, part[:count], parent, TierName.REMOTE)
                 )

@@ -174,7 +174,9 @@ class RemoteKeeper:
         space = self._spaces[asked.namespace]
         endings = await space.blocks.put(blocks, timeout_seconds=self._parts.timeout_seconds)
         outcomes = _outcomes(endings, {FrameFault.CHECKSUM: TransferOutcome.CORRUPT})
-        self._base.metrics.corrupt_blocks.inc(int((outcomes == TransferOutcome.CORRUPT).sum()))
+        self._base.metrics.blocks.corrupt_blocks.inc(
+            int((outcomes == TransferOutcome.CORRUPT).sum())
+        )
         self._end(asked, "demote", outcomes, checksums)
 
     async def _promote(self, asked: Promote, blocks: Sequence[BlockViews]) -> None:
@@ -198,7 +200,7 @@ class RemoteKeeper:
         for outcome in TransferOutcome:
             count = int((outcomes == outcome).sum())
             labels = (direction, outcome.name.lower())
-            self._base.metrics.remote_transferred_blocks.labels(*labels).inc(count)
+            self._base.metrics.remote.transferred_blocks.labels(*labels).inc(count)
         if self._is_over:
             return
         kind = Demoted if isinstance(asked, Demote) else Promoted

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts
-from kvtier.metrics import LIMITS, SESSION_STATES
+from kvtier.metrics.labels import LIMITS, SESSION_STATES
 from kvtier.server.base import Base
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
@@ -146,8 +146,8 @@ class Reporter:
         stats = self._core.stats()
         metrics = self._metrics
         tier = self._tier_stats(stats)
-        metrics.tier_budget_bytes.labels(DRAM).set(tier.budget_bytes)
-        metrics.tier_populated_bytes.labels(DRAM).set(tier.populated_bytes)
+        metrics.state.tier_budget_bytes.labels(DRAM).set(tier.budget_bytes)
+        metrics.state.tier_populated_bytes.labels(DRAM).set(tier.populated_bytes)
         for state, count in {
             "free": tier.free_count,
             "ready": tier.ready_count,
@@ -156,22 +156,24 @@ class Reporter:
             "pinned": tier.pinned_count,
             "held": tier.held_count,
         }.items():
-            metrics.tier_slots.labels(DRAM, state).set(count)
-        metrics.tier_blocks.labels(DRAM).set(tier.ready_count)
-        metrics.resident_blocks.set(sum(one.block_count for one in stats.namespaces))
-        metrics.note_evicted(stats.evicted_count)
+            metrics.state.tier_slots.labels(DRAM, state).set(count)
+        metrics.state.tier_blocks.labels(DRAM).set(tier.ready_count)
+        metrics.state.resident_blocks.set(sum(one.block_count for one in stats.namespaces))
+        metrics.state.note_evicted(stats.evicted_count)
         for state in SESSION_STATES:
-            metrics.sessions.labels(state).set(sum(one.state == state for one in stats.sessions))
-        metrics.leases.set(stats.lease_count)
+            metrics.state.sessions.labels(state).set(
+                sum(one.state == state for one in stats.sessions)
+            )
+        metrics.state.leases.set(stats.lease_count)
         pending_count = stats.slab_count_max - stats.slab_bound_count - stats.slab_stock_count
-        metrics.slabs.labels("stock").set(stats.slab_stock_count)
-        metrics.slabs.labels("bound").set(stats.slab_bound_count)
-        metrics.slabs.labels("pending").set(pending_count)
-        metrics.draining.set(stats.draining)
-        metrics.uptime_seconds.set(self._clock.now() - self._started_at)
+        metrics.state.slabs.labels("stock").set(stats.slab_stock_count)
+        metrics.state.slabs.labels("bound").set(stats.slab_bound_count)
+        metrics.state.slabs.labels("pending").set(pending_count)
+        metrics.state.draining.set(stats.draining)
+        metrics.state.uptime_seconds.set(self._clock.now() - self._started_at)
         for limit in self._limits:
-            metrics.limit_max.labels(limit.name).set(limit.max_count)
-            metrics.limit_used.labels(limit.name).set(limit.used())
+            metrics.state.limit_max.labels(limit.name).set(limit.max_count)
+            metrics.state.limit_used.labels(limit.name).set(limit.used())
         for report in self._lower:
             report.refresh(stats.lower.get(report.tier))
         return stats

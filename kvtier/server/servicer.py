@@ -115,7 +115,7 @@ class EngineCalls:
         namespace = self._namespaces.get(request.namespace_id)
         count = check_packed(packed, namespace.spec.hash_bytes)
         found = self._core.match_packed(namespace.id, packed)
-        self._metrics.note_blocks("match", count, found.tiers)
+        self._metrics.blocks.note_blocks("match", count, found.tiers)
         if self._search is not None and found.matched_count < count:
             hashes = PackedHashes(packed, namespace.spec.hash_bytes)
             self._search.begin(namespace.id, hashes, found.matched_count)
@@ -154,7 +154,7 @@ class EngineCalls:
             )
             await self._look(event)
             granted = await self._leasing.acquire(event, tell_pending)
-        self._metrics.acquire_seconds[waited].observe(self._clock.now() - now)
+        self._metrics.calls.acquire_seconds[waited].observe(self._clock.now() - now)
         if granted is None:
             self._note_acquire(len(hashes), Cut.DEADLINE, ())
             await send(self._late(namespace, request))
@@ -195,7 +195,7 @@ class EngineCalls:
         _check_count("count", request.count, RESERVE_SLOTS_MAX)
         reply = await self._core.run(ev.Reserve(caller.session, namespace.id, request.count))
         assert isinstance(reply, ins.SlotsReserved), "Reserve has one kind of reply"
-        self._metrics.reserved_slots.inc(len(reply.slots))
+        self._metrics.blocks.reserved_slots.inc(len(reply.slots))
         return pb.ReserveResponse(
             slots=reply.slots.tolist(), epoch=reply.epoch, stock_count_max=reply.stock_count_max
         )
@@ -206,7 +206,7 @@ class EngineCalls:
         with self._watch.describing(self._token_ids(request, namespace, hashes)):
             reply = await self._core.run(event)
         assert isinstance(reply, ins.Committed), "Commit has one kind of reply"
-        self._metrics.note_outcomes(reply.outcomes)
+        self._metrics.blocks.note_outcomes(reply.outcomes)
         return pb.CommitResponse(outcomes=reply.outcomes, epoch=reply.epoch)
 
     async def abort(self, request: pb.AbortRequest, caller: Caller) -> pb.AbortResponse:
@@ -215,7 +215,7 @@ class EngineCalls:
         slots = slots_from(request.slots)
         reply = await self._core.run(ev.Abort(caller.session, namespace.id, slots))
         assert isinstance(reply, ins.Aborted), "Abort has one kind of reply"
-        self._metrics.aborted_slots.inc(reply.count)
+        self._metrics.blocks.aborted_slots.inc(reply.count)
         return pb.AbortResponse(freed_count=reply.count)
 
     # ---------------------------------------------------------------------------------- advice
@@ -268,8 +268,8 @@ class EngineCalls:
     def _note_acquire(
         self, asked_count: int, cut: Cut, tiers: Iterable[tuple[TierName, int]]
     ) -> None:
-        self._metrics.note_blocks("acquire", asked_count, tiers)
-        self._metrics.acquire_cuts.labels(cut.name.lower()).inc()
+        self._metrics.blocks.note_blocks("acquire", asked_count, tiers)
+        self._metrics.blocks.acquire_cuts.labels(cut.name.lower()).inc()
 
     def _late(self, namespace: OpenedNamespace, request: pb.AcquireRequest) -> pb.AcquireResponse:
         ready = pb.AcquireReady(

@@ -139,7 +139,9 @@ class DataCalls:
         if put.slot is not None and (is_whole or put.waiting_bytes >= WRITE_BYTES_MAX):
             waiting, put.waiting, put.waiting_bytes = put.waiting, [], 0
             await self._mover.write(put.slot, waiting)
-            self._metrics.by_value_bytes.labels("put").inc(sum(len(one[1]) for one in waiting))
+            self._metrics.blocks.by_value_bytes.labels("put").inc(
+                sum(len(one[1]) for one in waiting)
+            )
         if is_whole:
             await self._commit_one(put)
 
@@ -171,7 +173,7 @@ class DataCalls:
             assert isinstance(reply, ins.SlotsReserved), "Reserve has one kind of reply"
             if len(reply.slots):
                 put.slot, put.epoch = int(reply.slots[0]), reply.epoch
-                self._metrics.reserved_slots.inc()
+                self._metrics.blocks.reserved_slots.inc()
                 return
             if self._clock.now() >= deadline:
                 put.no_room_count += 1
@@ -196,7 +198,7 @@ class DataCalls:
             )
             assert isinstance(reply, ins.Committed), "Commit has one kind of reply"
             put.outcomes += reply.outcomes
-            self._metrics.note_outcomes(reply.outcomes)
+            self._metrics.blocks.note_outcomes(reply.outcomes)
         put.parent = block
 
     def _abort_open(self, put: _Put) -> None:
@@ -211,7 +213,7 @@ class DataCalls:
 
     def _abort(self, namespace: OpenedNamespace, slots: ev.Slots) -> None:
         self._core.post(ev.Abort(DAEMON_SESSION, namespace.id, slots))
-        self._metrics.aborted_slots.inc(len(slots))
+        self._metrics.blocks.aborted_slots.inc(len(slots))
 
     # ------------------------------------------------------------------------------------- get
 
@@ -221,7 +223,7 @@ class DataCalls:
         size = namespace.spec.hash_bytes
         count = check_packed(request.hashes, size)
         matched = self._core.match_packed(namespace.id, request.hashes)
-        self._metrics.note_blocks("get", count, matched.tiers)
+        self._metrics.blocks.note_blocks("get", count, matched.tiers)
         wait_until = self._clock.now() + GET_WAIT_SECONDS
         with self._one_of_puts():
             for start in range(0, count, GET_WINDOW_BLOCKS):
@@ -258,7 +260,7 @@ class DataCalls:
                     pieces, checksum = await self._mover.read(slot)
                 except CorruptReplica as error:
                     log.error("block corrupt in memory, dropped", extra={"reason": str(error)})
-                    self._metrics.corrupt_blocks.inc()
+                    self._metrics.blocks.corrupt_blocks.inc()
                     self._core.post(
                         ev.SlotsCorrupt(namespace.id, np.array([slot], dtype=np.uint32))
                     )
@@ -272,7 +274,7 @@ class DataCalls:
                     )
                     await _send_in_time(send, answer)
                     offset += len(piece)
-                self._metrics.by_value_bytes.labels("get").inc(offset)
+                self._metrics.blocks.by_value_bytes.labels("get").inc(offset)
         finally:
             self._leasing.release(DAEMON_SESSION, reply)
         return reply.leased_count == len(hashes)

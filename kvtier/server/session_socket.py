@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from kvtier.core.events import NamespaceJoined, SessionQuiet, SlabMapped, SlabUnmapped
 from kvtier.errors import BadFrame, KVTierError, LimitExceeded
-from kvtier.metrics import FRAME_ERRORS
+from kvtier.metrics.labels import FRAME_ERRORS
 from kvtier.server.base import Base
 from kvtier.server.handshake import Greeting, check_hello
 from kvtier.server.link import FRAME_BYTES_MAX, Link, Packet
@@ -264,7 +264,7 @@ class SessionSocket:
 
     def _answer_error(self, link: Link, error: KVTierError, about: int) -> None:
         name = type(error).__name__
-        self._metrics.frame_errors.labels(name if name in FRAME_ERRORS else "other").inc()
+        self._metrics.calls.frame_errors.labels(name if name in FRAME_ERRORS else "other").inc()
         answer = pb.SessionError(name=name, message=str(error)[:1024], about=about)
         link.send(pb.DaemonFrame(error=answer).SerializeToString())
 

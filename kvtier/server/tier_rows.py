@@ -33,7 +33,7 @@ def tier_row(
 
 def note_counts(metrics: Metrics, tier: TierName, counts: LowerCounts) -> None:
     name = str(tier)
-    metrics.tier_slots.labels(name, "ready").set(counts.slot_count)
-    metrics.tier_slots.labels(name, "reserved").set(counts.demoting_count)
-    metrics.tier_slots.labels(name, "pinned").set(counts.promoting_count)
-    metrics.tier_blocks.labels(name).set(counts.block_count)
+    metrics.state.tier_slots.labels(name, "ready").set(counts.slot_count)
+    metrics.state.tier_slots.labels(name, "reserved").set(counts.demoting_count)
+    metrics.state.tier_slots.labels(name, "pinned").set(counts.promoting_count)
+    metrics.state.tier_blocks.labels(name).set(counts.block_count)

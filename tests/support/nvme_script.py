@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.config import Config, load
 from kvtier.errors import ConfigError
-from kvtier.metrics import NVME_STATES
+from kvtier.metrics.labels import NVME_STATES
 from kvtier.server.leasing import GET_WAIT_SECONDS
 from tests.e2e.client.conftest import Stall, eventually
 from tests.support.inner_daemon import live

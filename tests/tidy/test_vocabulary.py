@@ -87,11 +87,9 @@ def names_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def metric_names() -> set[str]:
-    path = PACKAGE / "metrics.py"
-    if not path.exists():
-        return set()
     return {
         node.value
+        for path in python_files("kvtier/metrics")
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
@@ -132,6 +130,7 @@ def test_no_name_in_the_protocol_is_banned() -> None:
 
 
 def test_metrics_are_named_in_the_vocabulary_and_end_in_a_unit() -> None:
+    assert metric_names(), "the declarations were not found"
     found = [name for name in sorted(metric_names()) if banned_in(name)]
     found += [
         f"{name}: ends in no unit of {sorted(METRIC_UNITS)}"

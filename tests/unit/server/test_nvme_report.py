@@ -111,9 +111,9 @@ def test_wear_is_the_price_of_a_hit_and_the_last_day_against_endurance() -> None
     report, metrics = report_of(keeper)
     report.refresh(COUNTS)
     assert metrics.samples()["kvtier_nvme_hit_written_bytes"] == 0
-    metrics.note_blocks("match", 9, [(TierName.NVME, 9)])  # Costs nothing and gives nothing.
-    metrics.note_blocks("acquire", 3, [(TierName.DRAM, 1), (TierName.NVME, 2)])
-    metrics.note_blocks("get", 2, [(TierName.NVME, 2)])
+    metrics.blocks.note_blocks("match", 9, [(TierName.NVME, 9)])  # Costs nothing and gives nothing.
+    metrics.blocks.note_blocks("acquire", 3, [(TierName.DRAM, 1), (TierName.NVME, 2)])
+    metrics.blocks.note_blocks("get", 2, [(TierName.NVME, 2)])
     report.refresh(COUNTS)
     found = metrics.samples()
     assert found["kvtier_nvme_hit_written_bytes"] == 2000

@@ -18,7 +18,8 @@ from kvtier.core import instructions as ins
 from kvtier.errors import Unavailable
 from kvtier.io.checksum import block_checksums
 from kvtier.io.threads import IoThreads
-from kvtier.metrics import REMOTE_TROUBLES, Metrics
+from kvtier.metrics import Metrics
+from kvtier.metrics.labels import REMOTE_TROUBLES
 from kvtier.namespace import NamespaceSpec
 from kvtier.pools.dram import DramPool
 from kvtier.pools.pool import SlabBinding

@@ -1,0 +1,7 @@
+"""`python -m kvtier.metrics` prints docs/metrics.md."""
+
+import sys
+
+from kvtier.metrics import documentation
+
+sys.stdout.write(documentation())

@@ -1,0 +1,76 @@
+"""The closed sets that label values come from."""
+
+from __future__ import annotations
+
+from kvtier.types import TierName
+
+METHODS = [
+    "Greet",
+    "Match",
+    "Acquire",
+    "Release",
+    "Reserve",
+    "Commit",
+    "Abort",
+    "Prefetch",
+    "Put",
+    "Get",
+    "Hint",
+    "Evict",
+    "Pin",
+    "Clear",
+    "Drain",
+    "Check",
+    "Stats",
+    "Watch",
+]
+LIMITS = (
+    *("sessions", "namespaces", "watchers", "puts", "calls", "leases_per_session"),
+    *("leased_bytes", "file_descriptors"),
+)
+SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]
+SESSION_STATES = ["live", "lost", "ended", "dead"]
+BLOCK_CALLS = ("match", "acquire", "get")
+ACQUIRE_WAITS = ("no", "yes")
+DIRECTIONS = ("put", "get")
+TRANSFERS = ("demote", "promote")
+TRANSFER_OUTCOMES = ("done", "corrupt", "failed", "refused")
+NVME_STATES = ("absent", "recovering", "on", "read_only", "off")
+OUTCOMES = [
+    "ok",
+    "cancelled",
+    "failed",
+    "BadRequest",
+    "BadFrame",
+    "ProtocolMismatch",
+    "Unauthenticated",
+    "Forbidden",
+    "UnknownNamespace",
+    "NotReserved",
+    "TierFull",
+    "LimitExceeded",
+    "Draining",
+    "CorruptReplica",
+]
+FRAME_ERRORS = [
+    "BadFrame",
+    "BadRequest",
+    "ProtocolMismatch",
+    "ClockUncertain",
+    "Unauthenticated",
+    "Forbidden",
+    "LimitExceeded",
+    "UnknownNamespace",
+    "Draining",
+    "other",
+]
+TIERS = tuple(str(tier) for tier in TierName)
+BREAKER_STATES = ("absent", "closed", "open", "half_open")
+# Why a call to a remote engine was trouble, or a value was not believed.
+REMOTE_TROUBLES = (
+    *("timed_out", "unreachable", "full", "refused", "busy", "failed"),
+    *("short", "magic", "version", "torn_header", "namespace", "epoch", "hash", "shape", "length"),
+    *("torn", "codec", "checksum"),
+)
+CXL_STATES = ("absent", "populating", "on", "off")
+BUILT_TIERS = tuple(str(tier) for tier in TierName)

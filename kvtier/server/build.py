@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from kvtier.pools.cxl import CxlMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
 from kvtier.pools.source import memory_source
+from kvtier.server.activation import Listeners, socket_mode
 from kvtier.server.admin import AdminServer
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
@@ -81,6 +82,7 @@ class Plan:
     slab_bytes: int
     slab_count_max: int
     page_kind: str = ""
+    listeners: Listeners = field(default_factory=Listeners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,7 @@ class _Builder:
             return parts
         except BaseException:
             for path in self._bound:  # A refused start leaves nothing behind.
-                path.unlink(missing_ok=True)
+                self.plan.listeners.remove(path)
             raise
 
     def _build(self) -> Parts:
@@ -249,10 +251,11 @@ class _Builder:
         handlers = self._handlers()
         server, tcp_address = self._server(handlers)
         lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)
-        lane.listen(self.plan.lane_socket)
+        listeners = self.plan.listeners
+        lane.listen(listeners.take(self.plan.lane_socket, socket.SOCK_STREAM))
         self._bound.append(self.plan.lane_socket)
         session_socket = self._session_socket()
-        session_socket.listen(self.plan.socket)
+        session_socket.listen(listeners.take(self.plan.socket, socket.SOCK_SEQPACKET))
         self._bound.append(self.plan.socket)
         address = self.config.admin.address
         admin = None
@@ -356,11 +359,8 @@ class _Builder:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        umask = os.umask(0o117)  # 0660 from the first moment on.
-        try:
+        with socket_mode():
             _add_port(server, f"unix:{self.plan.grpc_socket}", "server.socket")
-        finally:
-            os.umask(umask)
         self._bound.append(self.plan.grpc_socket)
         tcp = self.config.grpc.tcp
         if tcp == "off":

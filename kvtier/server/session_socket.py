@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
@@ -72,15 +71,8 @@ class SessionSocket:
             "quiet": self._on_quiet,
         }
 
-    def listen(self, path: Path) -> None:
-        """Bind, 0660 from the first moment on."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        listener.setblocking(False)
-        umask = os.umask(0o117)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(umask)
+    def listen(self, listener: socket.socket) -> None:
+        """From now on connections wait until `start`. The socket is bound, and ours."""
         listener.listen(BACKLOG)
         self._listener = listener
 

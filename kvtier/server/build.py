@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.io.nodes import node_room_bytes
 from kvtier.metrics import Metrics
+from kvtier.metrics.asked import NAMES_MAX
 from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
 from kvtier.pools.cxl import CxlMemory
@@ -298,7 +299,7 @@ class _Builder:
             ins.BlocksRemoved: watch.on_removed,
             ins.NamespaceCleared: watch.on_cleared,
         }
-        return effects | self._lower_effects()
+        return self.base.missed.beside(effects) | self._lower_effects()
 
     def _lower_effects(self) -> dict[type, Callable[..., None]]:
         """What is asked of a tier below memory goes to its keeper."""
@@ -394,6 +395,7 @@ class _Builder:
                 int(self.plan.slab_bytes * self.plan.slab_count_max * PIN_FRACTION_MAX),
                 lambda: stats().leased_bytes,
             ),
+            Limit("namespace_names", NAMES_MAX, lambda: self.base.metrics.blocks.asked.named_count),
             Limit("file_descriptors", raise_open_files(0), open_fd_count),
         ]
 

@@ -262,7 +262,7 @@ class _Builder:
         return Parts(
             plan=self.plan,
             core=self.core,
-            effects=self._effects(),
+            effects=self.base.missed.beside(self._effects()),
             pool=self.pool,
             slabs=self.slabs,
             mover=self.mover,
@@ -299,7 +299,7 @@ class _Builder:
             ins.BlocksRemoved: watch.on_removed,
             ins.NamespaceCleared: watch.on_cleared,
         }
-        return self.base.missed.beside(effects) | self._lower_effects()
+        return effects | self._lower_effects()
 
     def _lower_effects(self) -> dict[type, Callable[..., None]]:
         """What is asked of a tier below memory goes to its keeper."""

@@ -6,7 +6,7 @@ from kvtier.metrics.blocks import BlockMetrics
 from kvtier.metrics.calls import CallMetrics
 from kvtier.metrics.cxl import CxlMetrics
 from kvtier.metrics.nvme import NvmeMetrics
-from kvtier.metrics.registry import Registry
+from kvtier.metrics.registry import Registry, text_of
 from kvtier.metrics.remote import RemoteMetrics
 from kvtier.metrics.state import StateMetrics
 from kvtier.metrics.transfers import TransferMetrics
@@ -28,7 +28,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """What /metrics answers."""
-        return self.registry.text()
+        return text_of(self.registry.gather())
 
     def samples(self) -> dict[str, float]:
         """The same as a mapping: `name{label="value"}` -> value."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
 from kvtier.metrics import Metrics
 from kvtier.server.core_loop import CoreLoop
+from kvtier.server.missed import Missed
 from kvtier.server.namespaces import Namespaces
 
 
@@ -16,3 +17,7 @@ class Base:
     namespaces: Namespaces
     clock: Clock
     metrics: Metrics
+    missed: Missed = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "missed", Missed(self.core))

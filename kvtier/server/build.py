@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.io.nodes import node_room_bytes
 from kvtier.metrics import Metrics
+from kvtier.metrics.asked import NAMES_MAX
 from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
 from kvtier.pools.cxl import CxlMemory
@@ -264,7 +265,7 @@ class _Builder:
         return Parts(
             plan=self.plan,
             core=self.core,
-            effects=self._effects(),
+            effects=self.base.missed.beside(self._effects()),
             pool=self.pool,
             slabs=self.slabs,
             mover=self.mover,
@@ -394,6 +395,7 @@ class _Builder:
                 int(self.plan.slab_bytes * self.plan.slab_count_max * PIN_FRACTION_MAX),
                 lambda: stats().leased_bytes,
             ),
+            Limit("namespace_names", NAMES_MAX, lambda: self.base.metrics.blocks.asked.named_count),
             Limit("file_descriptors", raise_open_files(0), open_fd_count),
         ]
 

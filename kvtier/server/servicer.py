@@ -75,6 +75,7 @@ class EngineCalls:
         self._metrics = base.metrics
         self._facts = facts
         self._search = search
+        self._missed = base.missed
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -115,10 +116,13 @@ class EngineCalls:
         namespace = self._namespaces.get(request.namespace_id)
         count = check_packed(packed, namespace.spec.hash_bytes)
         found = self._core.match_packed(namespace.id, packed)
-        self._metrics.blocks.note_blocks("match", count, found.tiers)
-        if self._search is not None and found.matched_count < count:
+        reason = ""
+        if found.matched_count < count:
             hashes = PackedHashes(packed, namespace.spec.hash_bytes)
-            self._search.begin(namespace.id, hashes, found.matched_count)
+            reason = self._missed.of_match(namespace.id, hashes, found)
+            if self._search is not None:
+                self._search.begin(namespace.id, hashes, found.matched_count)
+        self._metrics.blocks.asked.note(namespace.id, "match", count, found.tiers, reason)
         return pb.MatchResponse(
             matched_count=found.matched_count,
             memory_count=found.memory_count,
@@ -156,10 +160,10 @@ class EngineCalls:
             granted = await self._leasing.acquire(event, tell_pending)
         self._metrics.calls.acquire_seconds[waited].observe(self._clock.now() - now)
         if granted is None:
-            self._note_acquire(len(hashes), Cut.DEADLINE, ())
+            self._note_acquire(namespace.id, hashes, Cut.DEADLINE, 0, ())
             await send(self._late(namespace, request))
             return
-        self._note_acquire(len(hashes), granted.cut, granted.tiers)
+        self._note_acquire(namespace.id, hashes, granted.cut, granted.leased_count, granted.tiers)
         ready = pb.AcquireReady(
             lease_id=granted.lease or 0,
             leased_count=granted.leased_count,
@@ -266,9 +270,15 @@ class EngineCalls:
         await self._search.wait(event.namespace, event.hashes, count, event.wait_until)
 
     def _note_acquire(
-        self, asked_count: int, cut: Cut, tiers: Iterable[tuple[TierName, int]]
+        self,
+        namespace: NamespaceId,
+        hashes: PackedHashes,
+        cut: Cut,
+        leased_count: int,
+        tiers: Iterable[tuple[TierName, int]],
     ) -> None:
-        self._metrics.blocks.note_blocks("acquire", asked_count, tiers)
+        reason = self._missed.of_lease(namespace, hashes, leased_count, cut)
+        self._metrics.blocks.asked.note(namespace, "acquire", len(hashes), tiers, reason)
         self._metrics.blocks.acquire_cuts.labels(cut.name.lower()).inc()
 
     def _late(self, namespace: OpenedNamespace, request: pb.AcquireRequest) -> pb.AcquireResponse:

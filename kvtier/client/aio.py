@@ -38,7 +38,7 @@ from kvtier.client.values import (
     Slots,
 )
 from kvtier.errors import Unavailable
-from kvtier.types import CommitOutcome, PrefixMatch
+from kvtier.types import CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -99,8 +99,8 @@ class AsyncClient(ClientBase):
         assert answers.lease is not None, "the bracket raises without one"
         return answers.lease
 
-    async def release(self, leases: Sequence[Lease]) -> int:
-        plan = self._plans.release(leases)
+    async def release(self, leases: Sequence[Lease], worth: Worth | None = None) -> int:
+        plan = self._plans.release(leases, worth)
         return 0 if plan is None else await self._unary(plan)
 
     async def reserve(self, namespace: Namespace, count: int) -> Reservation:

@@ -28,7 +28,7 @@ from kvtier.client.values import (
     Slots,
 )
 from kvtier.errors import Unavailable
-from kvtier.types import CommitOutcome, PrefixMatch
+from kvtier.types import CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -101,9 +101,9 @@ class Client(ClientBase):
         assert answers.lease is not None, "the bracket raises without one"
         return answers.lease
 
-    def release(self, leases: Sequence[Lease]) -> int:
+    def release(self, leases: Sequence[Lease], worth: Worth | None = None) -> int:
         """How many leases this ended; those of lost sessions end without us."""
-        plan = self._plans.release(leases)
+        plan = self._plans.release(leases, worth)
         return 0 if plan is None else self._unary(plan)
 
     def reserve(self, namespace: Namespace, count: int) -> Reservation:

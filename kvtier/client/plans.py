@@ -37,7 +37,7 @@ from kvtier.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvtier.types import CommitOutcome, PrefixMatch
+from kvtier.types import CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class Plans:
         return AcquirePlan(request, timeout, session, codec.AcquireAnswers(session.ref))
 
     def release(
-        self, leases: Sequence[Lease]
+        self, leases: Sequence[Lease], worth: Worth | None = None
     ) -> Plan[pb.ReleaseRequest, pb.ReleaseResponse, int] | None:
         """None when no lease is of the current session: those of lost ones end without us."""
         session = self._link.begin_any()
@@ -155,6 +155,9 @@ class Plans:
         if not lease_ids:
             return None
         request = pb.ReleaseRequest(token=session.token, lease_ids=lease_ids)
+        if worth is not None:
+            request.prefill_seconds = worth.prefill_seconds
+            request.onboard_seconds = worth.onboard_seconds
         timeout = self._settings.timeout_seconds
         return Plan(calls.RELEASE, request, timeout, session, lambda a: a.ended_count)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtier.client.arena import SlabPins
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName, Worth
 
 SlotView = npt.NDArray[np.uint8]
 
@@ -82,7 +82,7 @@ class SchedulerClient(Protocol):
         wait_seconds: float = 0.0,
         skip_count: int = 0,
     ) -> LeaseLike: ...
-    def release(self, leases: Sequence[Any]) -> int: ...
+    def release(self, leases: Sequence[Any], worth: Worth | None = None) -> int: ...
     def reserve(self, namespace: Any, count: int) -> ReservationLike: ...
     def commit(
         self,

@@ -153,6 +153,10 @@ class SchedulerConnector:
             self._onboarder.note_running(request)
             self._offloader.note_chain(request, hashes, device_blocks)
 
+    def note_prefill(self, token_seconds: float) -> None:
+        """What a token of a prefill takes now: by it the daemon tells what onboards are worth."""
+        self._desk.token_seconds = token_seconds
+
     @_hook(without=lambda self: StepPlan(self._desk.spec))
     def build_plan(self) -> StepPlan:
         """The jobs for the workers, once every step; every worker gets the same plan."""

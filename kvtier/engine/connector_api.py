@@ -42,6 +42,10 @@ class SchedulerSide(Protocol):
         """The request's whole chain of full blocks so far, in order."""
         ...
 
+    def note_prefill(self, token_seconds: float) -> None:
+        """What a token of a prefill takes now."""
+        ...
+
     def build_plan(self) -> StepPlan:
         """The copies to start now."""
         ...

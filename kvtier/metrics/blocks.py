@@ -57,7 +57,7 @@ class BlockMetrics:
             {},
         )
 
-    def note_release(self, *, prefill_seconds: float, onboard_seconds: float) -> None:
+    def note_release(self, prefill_seconds: float, onboard_seconds: float) -> None:
         """An engine's word for what it onboarded: computing it would have taken so long at its
         recent rate, and onboarding it did take so long."""
         won = prefill_seconds - onboard_seconds

@@ -42,6 +42,7 @@ from kvtier.version import VERSION
 
 RESERVE_SLOTS_MAX = 65_536  # The answer stays far below 4 MiB. Abort takes as many.
 RELEASE_LEASES_MAX = 4096  # More, unknown ones included, would hold the loop up.
+WORTH_SECONDS_MAX = 86_400.0
 TURN_KIND_CHARS_MAX = 32
 
 
@@ -182,10 +183,15 @@ class EngineCalls:
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
         """Leases of the caller's engine, and pins of administrators, which the daemon holds."""
         _check_count("lease_ids", len(request.lease_ids), RELEASE_LEASES_MAX)
+        seconds = request.prefill_seconds, request.onboard_seconds
+        if not all(0 <= one <= WORTH_SECONDS_MAX for one in seconds):
+            raise BadRequest(f"prefill_seconds and onboard_seconds are {seconds}")
         leases = tuple(LeaseId(lease) for lease in request.lease_ids)
         ended = await self._core.run(ev.Release(caller.session, leases))
         assert isinstance(ended, ins.LeasesEnded), "Release has one kind of reply"
         count = ended.count
+        if count and seconds[0]:
+            self._metrics.blocks.note_release(*seconds)
         if count < len(leases):
             pins = await self._core.run(ev.Release(DAEMON_SESSION, leases))
             assert isinstance(pins, ins.LeasesEnded), "Release has one kind of reply"

@@ -407,12 +407,16 @@ class AcquireReady(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., leased_count: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_ns: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., epoch: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("token", "lease_ids")
+    __slots__ = ("token", "lease_ids", "prefill_seconds", "onboard_seconds")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ONBOARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prefill_seconds: float
+    onboard_seconds: float
+    def __init__(self, token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ..., prefill_seconds: _Optional[float] = ..., onboard_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("ended_count",)

@@ -20,7 +20,7 @@ from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError, NotReserved, StaleSlot, Unavailable
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName, Worth
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -303,7 +303,7 @@ class FakeClient:
             namespace.resident[block_hash] = slot
         return len(hashes), Cut.NONE
 
-    def release(self, leases: Sequence[FakeLease]) -> int:
+    def release(self, leases: Sequence[FakeLease], worth: Worth | None = None) -> int:
         session = self._begin("release")
         for lease in leases:
             if lease.session != session:

@@ -122,6 +122,9 @@ class MemoryScheduler:
         self._flights[job.job_id] = job
         self._offloads.append(job)
 
+    def note_prefill(self, token_seconds: float) -> None:
+        """Nobody asks here."""
+
     def build_plan(self) -> StepPlan:
         plan = StepPlan(self._spec, tuple(self._onboards), tuple(self._offloads))
         self._onboards, self._offloads = [], []

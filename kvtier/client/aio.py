@@ -116,6 +116,7 @@ class AsyncClient(ClientBase):
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
         plan = self._plans.commit(
             namespace,
@@ -125,6 +126,7 @@ class AsyncClient(ClientBase):
             session=session,
             epoch=epoch,
             checksums=checksums,
+            token_ids=token_ids,
         )
         return await self._unary(plan)
 
@@ -198,6 +200,9 @@ class AsyncClient(ClientBase):
 
     async def check(self) -> pb.CheckResponse:
         return await self._unary(self._plans.check())
+
+    async def list_page(self, namespace_id: int, row_first: int = 0) -> pb.ListResponse:
+        return await self._unary(self._plans.list_page(namespace_id, row_first))
 
     async def stats(self) -> pb.StatsResponse:
         return await self._unary(self._plans.stats())

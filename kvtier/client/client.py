@@ -119,8 +119,13 @@ class Client(ClientBase):
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
-        """Publish filled slots in chain order. Raises StaleSlot for slots of a lost session."""
+        """Publish filled slots in chain order. Raises StaleSlot for slots of a lost session.
+
+        `token_ids`: of all these blocks, one after the other, where the daemon said that it wants
+        them (`Namespace.state`), or none.
+        """
         plan = self._plans.commit(
             namespace,
             hashes,
@@ -129,6 +134,7 @@ class Client(ClientBase):
             session=session,
             epoch=epoch,
             checksums=checksums,
+            token_ids=token_ids,
         )
         return self._unary(plan)
 
@@ -211,6 +217,10 @@ class Client(ClientBase):
 
     def check(self) -> pb.CheckResponse:
         return self._unary(self._plans.check())
+
+    def list_page(self, namespace_id: int, row_first: int = 0) -> pb.ListResponse:
+        """Resident blocks, a page of them; the id as Stats tells it."""
+        return self._unary(self._plans.list_page(namespace_id, row_first))
 
     def stats(self) -> pb.StatsResponse:
         return self._unary(self._plans.stats())

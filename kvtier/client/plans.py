@@ -185,6 +185,7 @@ class Plans:
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Plan[pb.CommitRequest, pb.CommitResponse, list[CommitOutcome]]:
         opened, state = self._link.begin(namespace)
         _need_current(opened, session)
@@ -199,6 +200,7 @@ class Plans:
             slots=codec.slot_list(slots),
             parent=_parent_bytes(namespace, parent),
             epoch=epoch,
+            token_ids=token_ids,
         )
         if checksums is not None:
             request.checksums.extend(int(value) for value in checksums)
@@ -340,6 +342,16 @@ class Plans:
         timeout = self._settings.admin_timeout_seconds
         request = pb.CheckRequest(token=session.token)
         return Plan(calls.CHECK, request, timeout, session, lambda a: a)
+
+    def list_page(
+        self, namespace_id: int, row_first: int
+    ) -> Plan[pb.ListRequest, pb.ListResponse, pb.ListResponse]:
+        session = self._link.begin_any()
+        timeout = self._settings.admin_timeout_seconds
+        request = pb.ListRequest(
+            token=session.token, namespace_id=namespace_id, row_first=row_first
+        )
+        return Plan(calls.LIST, request, timeout, session, lambda a: a)
 
     def stats(self) -> Plan[pb.StatsRequest, pb.StatsResponse, pb.StatsResponse]:
         session = self._link.begin_any()

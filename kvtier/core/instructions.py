@@ -21,6 +21,7 @@ from kvtier.types import (
     EngineId,
     LeaseId,
     NamespaceId,
+    PackedHashes,
     SessionId,
     SlabId,
     SlabSetId,
@@ -322,6 +323,16 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksTakenIn:
+    """Blocks of a former life that have their copy in this tier: those of `hashes` where `kept`."""
+
+    namespace: NamespaceId
+    tier: TierName
+    hashes: PackedHashes
+    kept: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRemoved:
     namespace: NamespaceId
     tier: TierName
@@ -356,6 +367,7 @@ Instruction = (
     | RecallSlots
     | Continue
     | BlocksStored
+    | BlocksTakenIn
     | BlocksRemoved
     | NamespaceCleared
 )

@@ -21,6 +21,7 @@ METHODS = [
     "Clear",
     "Drain",
     "Check",
+    "List",
     "Stats",
     "Watch",
 ]

@@ -118,6 +118,8 @@ class Daemon:
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
+            if parts.events is not None:
+                parts.events.start()
             if parts.remote is not None and parts.search is not None:
                 parts.remote.start(tasks)
                 parts.search.start(tasks)
@@ -150,6 +152,8 @@ class Daemon:
         if parts.admin is not None:
             parts.admin.close()
         parts.sessions.close()
+        if parts.events is not None:
+            parts.events.close()
         parts.slabs.stop()
         parts.mover.stop()
         is_quiet = parts.remote is None or await parts.remote.close()

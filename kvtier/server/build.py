@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -18,7 +19,7 @@ from kvtier.config import Config, slab_bytes_for
 from kvtier.config_values import AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
-from kvtier.core.settings import PIN_FRACTION_MAX, LowerSettings
+from kvtier.core.settings import PIN_FRACTION_MAX
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.io.nodes import node_room_bytes
@@ -40,8 +41,10 @@ from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
 from kvtier.server.instance import raise_open_files
+from kvtier.server.kv_events import KvEvents
 from kvtier.server.lane import LaneListener
 from kvtier.server.leasing import Leasing
+from kvtier.server.lower_settings import lower_settings
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import Namespaces, padded_stride, slot_stride
 from kvtier.server.nvme import NvmeKeeper
@@ -67,8 +70,6 @@ from kvtier.types import TierName
 BUDGET_BYTES_MAX = 64 << 30
 MESSAGE_BYTES_MAX = 4 << 20
 HUGE_BYTES = 2 << 20
-UNLIMITED_BYTES_PER_HOUR = 2.0**60
-HOURS_OF_AUTO = 24  # What nvme.write_bytes_per_hour is by itself: the whole pool once in so long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Parts:
     search: RemoteSearch | None
     nvme: NvmeKeeper | None
     sessions: Sessions
+    events: KvEvents | None
     socket: SessionSocket
     data: DataCalls
     grpc: grpc.aio.Server
@@ -198,6 +200,7 @@ class _Builder:
             events_max=config.server.watch_events_max,
             metrics=self.base.metrics,
         )
+        self.events = self._make_events()
         self.reporter = Reporter(
             self.base,
             self.sessions,
@@ -220,6 +223,13 @@ class _Builder:
             puts_max=config.server.puts_max,
             lease_seconds_max=config.lease.seconds_max,
         )
+
+    def _make_events(self) -> KvEvents | None:
+        config = self.config.kv_events
+        if not config.is_set:
+            return None
+        self.watch.wants_token_ids = config.token_ids
+        return KvEvents(config, self.base, self.watch.tokens_of, asyncio.get_running_loop())
 
     def _make_lower(self, lower: _Lower, epochs: EpochStore) -> None:
         """The keepers of the tiers below memory that there are."""
@@ -274,6 +284,7 @@ class _Builder:
             search=self.search,
             nvme=self.nvme,
             sessions=self.sessions,
+            events=self.events,
             socket=session_socket,
             data=self.data,
             grpc=server,
@@ -299,9 +310,17 @@ class _Builder:
             ins.AcknowledgeQuiet: sessions.on_acknowledge_quiet,
             ins.RecallSlots: sessions.on_recall_slots,
             ins.BlocksStored: watch.on_stored,
+            ins.BlocksTakenIn: lambda _: None,  # Watchers ask for what they want to know.
             ins.BlocksRemoved: watch.on_removed,
             ins.NamespaceCleared: watch.on_cleared,
         }
+        if self.events is not None:
+            effects |= {
+                ins.BlocksStored: _both(watch.on_stored, self.events.on_stored),
+                ins.BlocksTakenIn: self.events.on_taken_in,
+                ins.BlocksRemoved: _both(watch.on_removed, self.events.on_removed),
+                ins.NamespaceCleared: _both(watch.on_cleared, self.events.on_cleared),
+            }
         return effects | self._lower_effects()
 
     def _lower_effects(self) -> dict[type, Callable[..., None]]:
@@ -330,6 +349,7 @@ class _Builder:
             hello_seconds=self.config.server.hello_seconds,
             lease_seconds_max=lease.seconds_max,
             lease_margin_seconds=lease.margin_seconds,
+            wants_token_ids=self.watch.wants_token_ids,
         )
         return SessionSocket(facts, self.base, self.sessions)
 
@@ -427,35 +447,18 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,
             leases_per_session_max=lease.per_session_max,
-            lower=_lower_settings(config, paths),
+            lower=lower_settings(config, paths),
         ),
         make_policy=LruPolicy,
     )
 
 
-def _lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, LowerSettings]:
-    """The tiers below memory, the fastest first."""
-    found: dict[TierName, LowerSettings] = {}
-    if config.cxl.is_set:
-        # Memory does not wear: whatever has its checksum is copied at once.
-        found[TierName.CXL] = LowerSettings(write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR)
-    found[TierName.NVME] = _nvme_settings(config, paths)
-    if config.remote.is_set:
-        given = config.remote.write_bytes_per_hour
-        found[TierName.REMOTE] = LowerSettings(
-            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR if given == AUTO else given,
-            copies_unused=False,
-        )
-    return found
+def _both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
+    def effect(instruction: Any) -> None:
+        one(instruction)
+        other(instruction)
 
-
-def _nvme_settings(config: Config, paths: NvmePaths | None) -> LowerSettings:
-    if paths is None:
-        return LowerSettings()
-    given = config.nvme.write_bytes_per_hour
-    return LowerSettings(
-        write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given
-    )
+    return effect
 
 
 def _add_port(server: grpc.aio.Server, address: str, option: str) -> int:

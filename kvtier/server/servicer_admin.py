@@ -50,6 +50,7 @@ class AdminCalls:
             "Clear": self.clear,
             "Drain": self.drain,
             "Check": self.check,
+            "List": self.list_blocks,
             "Stats": self.stats,
         }
 
@@ -101,6 +102,11 @@ class AdminCalls:
             block_count=sum(one.block_count for one in self._core.stats().namespaces),
             check_us=int((self._clock.now() - started) * 1e6),
         )
+
+    async def list_blocks(self, request: pb.ListRequest, _: Caller) -> pb.ListResponse:
+        namespace = self._namespaces.get(request.namespace_id)
+        page = self._core.listing(namespace.id, request.row_first)
+        return pb.ListResponse(hashes=page.packed, tiers=page.tiers, row_next=page.row_next)
 
     async def stats(self, request: pb.StatsRequest, _: Caller) -> pb.StatsResponse:
         return self._reporter.stats_response()

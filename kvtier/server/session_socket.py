@@ -46,6 +46,7 @@ class SocketFacts:
     hello_seconds: float
     lease_seconds_max: float
     lease_margin_seconds: float
+    wants_token_ids: bool = False
 
 
 class SessionSocket:
@@ -233,6 +234,7 @@ class SessionSocket:
             about=asked.about,
             slot_bytes=opened.slot_bytes,
             slot_count_max=opened.slot_count_max,
+            wants_token_ids=self._facts.wants_token_ids,
         )
         # Before the offers that joining brings.
         self._sessions.send(record.id, pb.DaemonFrame(namespace_opened=answer))

@@ -21,6 +21,7 @@ from kvtier.types import (
     EngineId,
     LeaseId,
     NamespaceId,
+    RemovedFor,
     SessionId,
     SlabId,
     SlabSetId,
@@ -323,15 +324,19 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
+    """What has a replica in another tier stays resident there."""
+
     namespace: NamespaceId
     tier: TierName
     hashes: Sequence[BlockHash]
+    reason: RemovedFor
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceCleared:
     namespace: NamespaceId
     epoch: int
+    voided_count: int = 0
 
 
 Instruction = (

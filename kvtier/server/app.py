@@ -56,7 +56,7 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     if sys.flags.optimize:
         raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
     keep_message_memory()
-    logs.configure(config.log.format, config.log.level)
+    logs.configure(config.log.format, config.log.level, config.log.lines_max)
     plan = _plan(config)
     with locked(plan.state_dir):
         raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
 from kvtier.metrics import Metrics
 from kvtier.server.core_loop import CoreLoop
+from kvtier.server.history import History
 from kvtier.server.namespaces import Namespaces
+
+HISTORY_BYTES_MIN = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +19,4 @@ class Base:
     namespaces: Namespaces
     clock: Clock
     metrics: Metrics
+    history: History = field(default_factory=lambda: History(budget_bytes=HISTORY_BYTES_MIN))

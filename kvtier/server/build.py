@@ -37,6 +37,8 @@ from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
+from kvtier.server.explain import Explainer
+from kvtier.server.history import History
 from kvtier.server.instance import raise_open_files
 from kvtier.server.lane import LaneListener
 from kvtier.server.leasing import Leasing
@@ -46,6 +48,7 @@ from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.peers import PidfdWatch
+from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
 from kvtier.server.remote_report import RemoteReport
 from kvtier.server.remote_search import RemoteSearch
@@ -208,7 +211,12 @@ class _Builder:
             page_kind=plan.page_kind,
         )
         self.leasing = Leasing(self.core, self.base.clock)
-        self.calls = Calls(self.base, self.tokens, calls_max=config.grpc.calls_max)
+        self.calls = Calls(
+            self.base,
+            self.tokens,
+            calls_max=config.grpc.calls_max,
+            slow_call_seconds=config.log.slow_call_seconds,
+        )
         self.data = DataCalls(
             self.base,
             self.mover,
@@ -295,10 +303,8 @@ class _Builder:
             ins.AcknowledgeQuiet: sessions.on_acknowledge_quiet,
             ins.RecallSlots: sessions.on_recall_slots,
             ins.BlocksStored: watch.on_stored,
-            ins.BlocksRemoved: watch.on_removed,
-            ins.NamespaceCleared: watch.on_cleared,
         }
-        return effects | self._lower_effects()
+        return effects | self._lower_effects() | remembering_effects(self.base, watch)
 
     def _lower_effects(self) -> dict[type, Callable[..., None]]:
         """What is asked of a tier below memory goes to its keeper."""
@@ -342,7 +348,12 @@ class _Builder:
         engines.add_to(handlers)
         self.data.add_to(handlers)
         administration = AdminCalls(
-            self.base, self.reporter, self.leasing, self._check_shell, self.remote
+            self.base,
+            self.reporter,
+            Explainer(self.base, self.sessions, self._tier_states),
+            self.leasing,
+            self._check_shell,
+            self.remote,
         )
         administration.add_to(handlers)
         return handlers
@@ -367,6 +378,19 @@ class _Builder:
             return server, ""
         port = _add_port(server, tcp, "grpc.tcp")
         return server, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+
+    def _tier_states(self) -> list[tuple[str, str]]:
+        """For people who ask why a block is not there."""
+        remote = "absent"
+        if self.remote is not None:
+            engine = self.remote.parts.engine
+            remote = f"read {engine.reading_state}, write {engine.writing_state}"
+        return [
+            (TierName.DRAM, self.plan.page_kind),
+            (TierName.CXL, "absent" if self.cxl is None else self.cxl.state),
+            (TierName.NVME, "absent" if self.nvme is None else self.nvme.state),
+            (TierName.REMOTE, remote),
+        ]
 
     def _check_shell(self) -> list[str]:
         return [
@@ -410,7 +434,7 @@ def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | Non
         count_max=config.server.namespaces_max,
         stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
-    return Base(core, namespaces, clock, metrics)
+    return Base(core, namespaces, clock, metrics, History(budget_bytes=config.log.history_bytes))
 
 
 def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManager:

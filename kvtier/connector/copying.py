@@ -15,6 +15,7 @@ from kvtier.clock import Clock
 from kvtier.connector.client_api import ArenaLike, SlotView
 from kvtier.connector.jobs import FailReason, Job, JobResult, OffloadJob, OnboardJob, facts_of
 from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.sharding import Place
 from kvtier.errors import KVTierError
 
 log = logging.getLogger(__name__)
@@ -89,16 +90,17 @@ class CopyProgress:
     def fail(self, reason: FailReason, message: str = "") -> None:
         self.failed, self.message = reason, message
 
-    def result(self, *, shard: int, shard_bytes: int) -> JobResult:
+    def result(self, *, place: Place, shard_bytes: int) -> JobResult:
         return JobResult(
             job_id=self.job.job_id,
-            shard=shard,
+            shard=place.shard,
             failed=self.failed,
             seconds=self.seconds,
             bytes_count=self.done_count * shard_bytes,
             failed_index=min(self.done_count, max(0, len(self.job.slots) - 1)),
             checksums=tuple(self.checksums),
             message=self.message,
+            replica=place.replica,
         )
 
 

@@ -76,6 +76,12 @@ class JobResult:
     failed_index: int = 0  # First block of the job that failed.
     checksums: tuple[int, ...] = ()  # xxh3-64 of this shard of each block, when asked for.
     message: str = ""
+    replica: int = 0  # Of the workers that hold this shard.
+
+    @property
+    def worker(self) -> tuple[int, int]:
+        """Who reports."""
+        return self.shard, self.replica
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,11 @@ class MovingBlocks:
         return found
 
     def _note_checksums(self, flight: OffloadFlight) -> None:
-        shards = [flight.results[shard].checksums for shard in sorted(flight.results)]
+        # Each shard's from the one of its workers that has stored it.
+        found = {r.shard: r.checksums for r in flight.results.values() if r.checksums}
+        if len(found) < len({r.shard for r in flight.results.values()}):
+            return
+        shards = [found[shard] for shard in sorted(found)]
         for index, block in enumerate(flight.blocks):
             if all(index < len(checksums) for checksums in shards):
                 block.checksum = combine_checksums([checksums[index] for checksums in shards])

@@ -16,7 +16,7 @@ from kvtier.connector.jobs import Job, JobResult, OnboardJob, StepOutcome, StepP
 class _OpenJob:
     request_id: str
     is_onboard: bool
-    shards: set[int] = field(default_factory=set)  # Those that have reported.
+    workers: set[tuple[int, int]] = field(default_factory=set)  # Those that have reported.
 
 
 class Promises:
@@ -48,8 +48,8 @@ class Promises:
             job = self._jobs.get(result.job_id)
             if job is None:
                 continue
-            job.shards.add(result.shard)
-            if len(job.shards) >= self._worker_count:
+            job.workers.add(result.worker)
+            if len(job.workers) >= self._worker_count:
                 del self._jobs[result.job_id]
 
     def told(self, outcome: StepOutcome) -> None:

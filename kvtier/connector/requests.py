@@ -134,11 +134,11 @@ class Flight:
     is_planned: bool = False  # Stands in a plan: workers know of it.
     is_held: bool = False  # The engine keeps the device blocks until `released`.
     is_disowned: bool = False  # The engine has taken the device blocks away already.
-    results: dict[int, JobResult] = field(default_factory=dict)  # By shard.
+    results: dict[tuple[int, int], JobResult] = field(default_factory=dict)  # By worker.
 
     def report(self, result: JobResult, *, worker_count: int) -> bool:
         """Whether this was the last worker's first report; repeated ones change nothing."""
-        self.results.setdefault(result.shard, result)
+        self.results.setdefault(result.worker, result)
         return len(self.results) >= worker_count
 
     @property

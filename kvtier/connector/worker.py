@@ -1,4 +1,4 @@
-"""The worker side: takes plans, copies on its lane, reports; one instance for each shard."""
+"""The worker side: takes plans, copies on its lane, reports; one instance for each rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import ArenaLike, WorkerClient
 from kvtier.connector.copy_lane import Copy, CopyLane, ThreadLane
 from kvtier.connector.copying import BlockCopier, BlockMover, CopyProgress, Gate, Mover
-from kvtier.connector.jobs import FailReason, Job, JobResult, StepPlan
+from kvtier.connector.jobs import FailReason, Job, JobResult, OffloadJob, StepPlan
 from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.sharding import Place
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.namespace import NamespaceSpec
 
@@ -88,14 +89,17 @@ class WorkerConnector:
         spec: NamespaceSpec,
         copier: BlockCopier | DeviceBlocks,
         *,
-        shard: int = 0,
+        place: Place = Place(),
+        shard_bytes: int | None = None,
         settings: ConnectorSettings | None = None,
         clock: Clock | None = None,
         lane: CopyLane | None = None,
     ) -> None:
+        """`shard_bytes`: of this worker's own shard, where others of the engine are larger."""
         self._client = client
         self._blocks: Blocks = copier if isinstance(copier, DeviceBlocks) else HostBlocks(copier)
-        self._shard = shard
+        self._place = place
+        self._shard_bytes = spec.shard_bytes if shard_bytes is None else shard_bytes
         self._settings = settings or ConnectorSettings()
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
@@ -127,6 +131,9 @@ class WorkerConnector:
         jobs: list[Job] = [*plan.onboards, *plan.offloads]
         for job in jobs:
             progress = CopyProgress(job)
+            if isinstance(job, OffloadJob) and not self._place.stores(job.job_id):
+                self._unstarted.append(self._result_of(progress))
+                continue
             with self._changed:
                 self._open_counts[job.session] += 1
                 self._open_jobs.add(job.job_id)
@@ -221,7 +228,7 @@ class WorkerConnector:
         self._has_logged = True
 
     def _make_mover(self, spec: NamespaceSpec) -> Mover:
-        arena = self._client.arena(self._client.open_namespace(spec), self._shard)
+        arena = self._client.arena(self._client.open_namespace(spec), self._place.shard)
         return self._blocks.make_mover(arena, self._settings, self._clock, self)
 
     def _end(self, progress: CopyProgress) -> JobResult:
@@ -234,7 +241,10 @@ class WorkerConnector:
             if self._open_counts[session] == 0:
                 del self._open_counts[session]
                 self._changed.notify_all()
-        return progress.result(shard=self._shard, shard_bytes=self._spec.shard_bytes)
+        return self._result_of(progress)
+
+    def _result_of(self, progress: CopyProgress) -> JobResult:
+        return progress.result(place=self._place, shard_bytes=self._shard_bytes)
 
     def _drain(self, session: Any) -> None:
         """In a thread of the client's: refuse the session, wait for the copies under way.

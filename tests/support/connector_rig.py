@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvtier.connector.jobs import StepOutcome, StepPlan
 from kvtier.connector.scheduler import SchedulerConnector
 from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.sharding import Place
 from kvtier.connector.worker import WorkerConnector
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import CommitOutcome
@@ -88,19 +89,22 @@ class Rig:
         *,
         slot_count: int = 64,
         worker_count: int = 1,
+        replica_count: int = 1,
         device_block_count: int = 64,
         settings: ConnectorSettings | None = None,
         raises: bool = True,
     ) -> None:
-        """`raises`: internal errors come through, instead of disabling the connector."""
+        """`replica_count`: workers that hold the same shard. `raises`: internal errors come
+        through, instead of disabling the connector."""
+        shard_count = worker_count // replica_count
         self.clock = ManualClock()
         self.client = FakeClient(
-            self.clock, slot_count=slot_count, shard_bytes=SHARD_BYTES, shard_count=worker_count
+            self.clock, slot_count=slot_count, shard_bytes=SHARD_BYTES, shard_count=shard_count
         )
         self.control = SteppedControl()
         settings = settings or ConnectorSettings(worker_count=worker_count, stock_blocks=16)
         self.settings = replace(settings, raise_internal_errors=raises)
-        self.spec = spec_of(shard_count=worker_count)
+        self.spec = spec_of(shard_count=shard_count)
         self.scheduler = SchedulerConnector(
             self.client,
             self.spec,
@@ -115,13 +119,14 @@ class Rig:
                 self.client,
                 self.spec,
                 copier,
-                shard=shard,
+                place=Place(rank, worker_count, *divmod(rank, replica_count), replica_count),
                 settings=self.settings,
                 clock=self.clock,
                 lane=lane,
             )
-            for shard, (copier, lane) in enumerate(zip(self.copiers, self.lanes, strict=True))
+            for rank, (copier, lane) in enumerate(zip(self.copiers, self.lanes, strict=True))
         ]
+        self.replica_count = replica_count
         self.plans: list[StepPlan] = []
         self.warm()
 
@@ -164,7 +169,8 @@ class Rig:
         self, hashes: Sequence[bytes], device_blocks: Sequence[int], *, weights: str = "v1"
     ) -> None:
         """Write what the engine would have computed."""
-        for shard, copier in enumerate(self.copiers):
+        for rank, copier in enumerate(self.copiers):
+            shard = rank // self.replica_count
             for block_hash, device_block in zip(hashes, device_blocks, strict=True):
                 copier.blocks[device_block] = content_of(block_hash, shard, weights)
 

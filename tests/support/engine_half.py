@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvtier.client import Client, ClientSettings
 from kvtier.connector import ConnectorSettings, SchedulerConnector, StepOutcome, WorkerConnector
+from kvtier.connector.sharding import Place
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.cuda.device_layout import DeviceTensor, layout_of
 from kvtier.cuda.fake import FakeCudart
@@ -167,7 +168,7 @@ def start_engine(
             client,
             spec,
             copier.copies if isinstance(copier, FakeGpu) else copier,
-            shard=shard,
+            place=Place(shard, shard_count, shard),
             settings=settings,
         )
         for shard, (client, copier) in enumerate(zip(owners, copiers, strict=True))

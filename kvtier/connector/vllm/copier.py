@@ -65,13 +65,13 @@ class GatheringCopier:
             for plane in self._planes:
                 torch.index_select(plane.blocks, 0, index, out=self._part(plane, len(batch)))
             for row, view in zip(self._rows, batch, strict=False):
-                np.copyto(view, row)
+                np.copyto(view[: len(row)], row)
 
     def copy_in(self, device_blocks: Sequence[int], views: Sequence[SlotView]) -> None:
         """views[i] -> device_blocks[i]; ended when this returns."""
         for index, batch in self._batches(device_blocks, views):
             for row, view in zip(self._rows, batch, strict=False):
-                np.copyto(row, view)
+                np.copyto(row, view[: len(row)])
             for plane in self._planes:
                 plane.blocks.index_copy_(0, index, self._part(plane, len(batch)))
 

@@ -13,6 +13,7 @@ from kvtier.connector.copy_lane import Copy, ThreadLane
 from kvtier.connector.copying import CopyProgress
 from kvtier.connector.jobs import FailReason, JobResult, OffloadJob, StepOutcome, StepPlan
 from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.sharding import Place
 from tests.support.connector_rig import Rig, begin, committed, numbered_chain
 from tests.support.fake_client import FakeSession
 
@@ -230,7 +231,7 @@ def test_copy_that_ends_unexpectedly_fails_alone() -> None:
     lane = ThreadLane()
     for job_id in (1, 2):
         progress = CopyProgress(OffloadJob(job_id, "r", FakeSession(1, 1), (0,), (0,)))
-        end = partial(CopyProgress.result, shard=0, shard_bytes=16)
+        end = partial(CopyProgress.result, place=Place(), shard_bytes=16)
         lane.submit(Copy(progress, steps(progress), end))
     deadline, results = time.monotonic() + 10, list[JobResult]()
     while len(results) < 2 and time.monotonic() < deadline:

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
+from kvtier.config_events import EventsConfig, check_events
 from kvtier.config_remote import RemoteConfig, check_remote
 from kvtier.config_values import (
     ANY_NODE,
@@ -286,6 +287,7 @@ class Config:
     cxl: CxlConfig = CxlConfig()
     nvme: NvmeConfig = NvmeConfig()
     remote: RemoteConfig = RemoteConfig()
+    kv_events: EventsConfig = EventsConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
@@ -298,6 +300,7 @@ Section = (
     | CxlConfig
     | NvmeConfig
     | RemoteConfig
+    | EventsConfig
     | LeaseConfig
     | GrpcConfig
     | AdminConfig
@@ -376,6 +379,7 @@ def _check_together(config: Config) -> None:
         )
     _check_cxl(config.cxl)
     check_remote(config.remote)
+    check_events(config.kv_events)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())

@@ -91,6 +91,14 @@ class PrefixMatch:
     tiers: tuple[tuple[TierName, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What an onboard was worth to an engine, in time to its first token."""
+
+    prefill_seconds: float  # What computing the blocks would have taken at its recent rate.
+    onboard_seconds: float  # From its first question until they were there.
+
+
 class PackedHashes(Sequence[BlockHash]):
     """Hashes as they travel: `count * hash_bytes` bytes, cut into hashes only when asked for."""
 

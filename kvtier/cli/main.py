@@ -39,6 +39,7 @@ COMMANDS = {
     "put": Command("kvtier.cli.put", "put a file into a daemon; prints its receipt"),
     "get": Command("kvtier.cli.get", "write a file from its receipt"),
     "match": Command("kvtier.cli.match", "say how much of a file is resident"),
+    "list": Command("kvtier.cli.list_blocks", "list the resident blocks, each with its tiers"),
     "format": Command("kvtier.cli.format", "make an NVMe pool of files or devices"),
     "fsck": Command("kvtier.cli.fsck", "verify every block of an NVMe pool that is not in use"),
     "probe": Command("kvtier.cli.probe", "say what this machine has, and propose a configuration"),

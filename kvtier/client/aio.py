@@ -38,7 +38,7 @@ from kvtier.client.values import (
     Slots,
 )
 from kvtier.errors import Unavailable
-from kvtier.types import CommitOutcome, PrefixMatch
+from kvtier.types import CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -108,8 +108,8 @@ class AsyncClient(ClientBase):
         assert answers.lease is not None, "the bracket raises without one"
         return answers.lease
 
-    async def release(self, leases: Sequence[Lease]) -> int:
-        plan = self._plans.release(leases)
+    async def release(self, leases: Sequence[Lease], worth: Worth | None = None) -> int:
+        plan = self._plans.release(leases, worth)
         return 0 if plan is None else await self._unary(plan)
 
     async def reserve(self, namespace: Namespace, count: int) -> Reservation:
@@ -125,6 +125,7 @@ class AsyncClient(ClientBase):
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
         plan = self._plans.commit(
             namespace,
@@ -134,6 +135,7 @@ class AsyncClient(ClientBase):
             session=session,
             epoch=epoch,
             checksums=checksums,
+            token_ids=token_ids,
         )
         return await self._unary(plan)
 
@@ -211,6 +213,9 @@ class AsyncClient(ClientBase):
     async def explain(self, *, block: bytes = b"", request_id: str = "") -> pb.ExplainResponse:
         """Where a prefix is, by the hash of its last block; or how an engine's request fared."""
         return await self._unary(self._plans.explain(block=block, request_id=request_id))
+
+    async def list_page(self, namespace_id: int, row_first: int = 0) -> pb.ListResponse:
+        return await self._unary(self._plans.list_page(namespace_id, row_first))
 
     async def stats(self) -> pb.StatsResponse:
         return await self._unary(self._plans.stats())

@@ -59,6 +59,7 @@ CLEAR = Call("Clear", pb.ClearRequest, pb.ClearResponse)
 DRAIN = Call("Drain", pb.DrainRequest, pb.DrainResponse)
 CHECK = Call("Check", pb.CheckRequest, pb.CheckResponse)
 EXPLAIN = Call("Explain", pb.ExplainRequest, pb.ExplainResponse)
+LIST = Call("List", pb.ListRequest, pb.ListResponse)
 STATS = Call("Stats", pb.StatsRequest, pb.StatsResponse)
 WATCH = Call("Watch", pb.WatchRequest, pb.WatchResponse)
 

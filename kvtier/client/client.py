@@ -28,7 +28,7 @@ from kvtier.client.values import (
     Slots,
 )
 from kvtier.errors import Unavailable
-from kvtier.types import CommitOutcome, PrefixMatch
+from kvtier.types import CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -113,9 +113,9 @@ class Client(ClientBase):
         assert answers.lease is not None, "the bracket raises without one"
         return answers.lease
 
-    def release(self, leases: Sequence[Lease]) -> int:
+    def release(self, leases: Sequence[Lease], worth: Worth | None = None) -> int:
         """How many leases this ended; those of lost sessions end without us."""
-        plan = self._plans.release(leases)
+        plan = self._plans.release(leases, worth)
         return 0 if plan is None else self._unary(plan)
 
     def reserve(self, namespace: Namespace, count: int) -> Reservation:
@@ -131,8 +131,13 @@ class Client(ClientBase):
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
-        """Publish filled slots in chain order. Raises StaleSlot for slots of a lost session."""
+        """Publish filled slots in chain order. Raises StaleSlot for slots of a lost session.
+
+        `token_ids`: of all these blocks, one after the other, where the daemon said that it wants
+        them (`Namespace.state`), or none.
+        """
         plan = self._plans.commit(
             namespace,
             hashes,
@@ -141,6 +146,7 @@ class Client(ClientBase):
             session=session,
             epoch=epoch,
             checksums=checksums,
+            token_ids=token_ids,
         )
         return self._unary(plan)
 
@@ -227,6 +233,10 @@ class Client(ClientBase):
     def explain(self, *, block: bytes = b"", request_id: str = "") -> pb.ExplainResponse:
         """Where a prefix is, by the hash of its last block; or how an engine's request fared."""
         return self._unary(self._plans.explain(block=block, request_id=request_id))
+
+    def list_page(self, namespace_id: int, row_first: int = 0) -> pb.ListResponse:
+        """Resident blocks, a page of them; the id as Stats tells it."""
+        return self._unary(self._plans.list_page(namespace_id, row_first))
 
     def stats(self) -> pb.StatsResponse:
         return self._unary(self._plans.stats())

@@ -37,7 +37,7 @@ from kvtier.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvtier.types import REQUEST_ID_CHARS_MAX, CommitOutcome, PrefixMatch
+from kvtier.types import REQUEST_ID_CHARS_MAX, CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class Plans:
         return AcquirePlan(request, timeout, session, codec.AcquireAnswers(session.ref))
 
     def release(
-        self, leases: Sequence[Lease]
+        self, leases: Sequence[Lease], worth: Worth | None = None
     ) -> Plan[pb.ReleaseRequest, pb.ReleaseResponse, int] | None:
         """None when no lease is of the current session: those of lost ones end without us."""
         session = self._link.begin_any()
@@ -163,6 +163,9 @@ class Plans:
         if not lease_ids:
             return None
         request = pb.ReleaseRequest(token=session.token, lease_ids=lease_ids)
+        if worth is not None:
+            request.prefill_seconds = worth.prefill_seconds
+            request.onboard_seconds = worth.onboard_seconds
         timeout = self._settings.timeout_seconds
         return Plan(calls.RELEASE, request, timeout, session, lambda a: a.ended_count)
 
@@ -190,6 +193,7 @@ class Plans:
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Plan[pb.CommitRequest, pb.CommitResponse, list[CommitOutcome]]:
         opened, state = self._link.begin(namespace)
         _need_current(opened, session)
@@ -204,6 +208,7 @@ class Plans:
             slots=codec.slot_list(slots),
             parent=_parent_bytes(namespace, parent),
             epoch=epoch,
+            token_ids=token_ids,
         )
         if checksums is not None:
             request.checksums.extend(int(value) for value in checksums)
@@ -345,6 +350,16 @@ class Plans:
         timeout = self._settings.admin_timeout_seconds
         request = pb.CheckRequest(token=session.token)
         return Plan(calls.CHECK, request, timeout, session, lambda a: a)
+
+    def list_page(
+        self, namespace_id: int, row_first: int
+    ) -> Plan[pb.ListRequest, pb.ListResponse, pb.ListResponse]:
+        session = self._link.begin_any()
+        timeout = self._settings.admin_timeout_seconds
+        request = pb.ListRequest(
+            token=session.token, namespace_id=namespace_id, row_first=row_first
+        )
+        return Plan(calls.LIST, request, timeout, session, lambda a: a)
 
     def stats(self) -> Plan[pb.StatsRequest, pb.StatsResponse, pb.StatsResponse]:
         session = self._link.begin_any()

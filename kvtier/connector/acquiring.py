@@ -16,7 +16,7 @@ from kvtier.connector.requests import Attempt, OnboardPhase, Request, Residency
 from kvtier.connector.residency import KnownResident
 from kvtier.connector.waiting import request_wait_seconds
 from kvtier.errors import KVTierError
-from kvtier.types import Cut
+from kvtier.types import Cut, Worth
 
 
 class Acquirer:
@@ -179,11 +179,11 @@ class Acquirer:
         if attempt.lease is not None:
             self.release(attempt)
 
-    def release(self, attempt: Attempt) -> None:
+    def release(self, attempt: Attempt, worth: Worth | None = None) -> None:
         lease, attempt.lease = attempt.lease, None
         assert lease is not None, "a lease is released twice"
         self._leave(attempt)
-        self._desk.release(lease)
+        self._desk.release(lease, worth)
 
     def _leave(self, attempt: Attempt) -> None:
         self.open_count -= 1

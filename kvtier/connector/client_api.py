@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtier.client.arena import SlabPins
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName, Worth
 
 SlotView = npt.NDArray[np.uint8]
 
@@ -85,7 +85,7 @@ class SchedulerClient(Protocol):
         skip_count: int = 0,
         request_id: str = "",
     ) -> LeaseLike: ...
-    def release(self, leases: Sequence[Any]) -> int: ...
+    def release(self, leases: Sequence[Any], worth: Worth | None = None) -> int: ...
     def reserve(self, namespace: Any, count: int) -> ReservationLike: ...
     def commit(
         self,
@@ -97,6 +97,7 @@ class SchedulerClient(Protocol):
         session: Any,
         epoch: int,
         checksums: Sequence[int] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]: ...
     def abort(self, namespace: Any, slots: Sequence[int], *, session: Any) -> int: ...
     def clear(self, namespace: Any) -> int: ...

@@ -14,6 +14,7 @@ from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KVTierError
 from kvtier.namespace import NamespaceSpec
+from kvtier.types import Worth
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Desk:
         self.clock = clock
         self.control = control
         self.stats = ConnectorStats()
+        self.token_seconds: float | None = None  # What a token of a prefill takes, by the engine.
         self.life = 0  # Counts resets: what was planned in another life is void.
         self.is_clearing = False  # The daemon is yet to void the namespace.
         self.spec = spec
@@ -106,8 +108,8 @@ class Desk:
     def note_error(self, error: KVTierError) -> None:
         self.stats.call_errors[type(error).__name__] += 1
 
-    def release(self, lease: Any) -> None:
-        self.ask(lambda: self.client.release([lease]), self.ignore)
+    def release(self, lease: Any, worth: Worth | None = None) -> None:
+        self.ask(lambda: self.client.release([lease], worth), self.ignore)
 
     def abort(self, namespace: Any, session: Any, slots: Sequence[int]) -> None:
         """Give slots back unfilled; those of a lost session return when it is quiet."""

@@ -165,7 +165,7 @@ class Offloader:
         for index, slot in run:
             block_hash = chain[index]
             parent = chain[index - 1] if index else None
-            block = MovingBlock(block_hash, parent, slot, flight)
+            block = MovingBlock(block_hash, parent, slot, flight, index)
             self.moving.add(block)
             flight.blocks.append(block)
         settings = desk.settings

@@ -11,6 +11,7 @@ from kvtier.connector.jobs import FailReason, OnboardJob
 from kvtier.connector.requests import Attempt, OnboardFlight, OnboardPhase, Request, Residency
 from kvtier.connector.residency import KnownResident
 from kvtier.connector.waiting import sources_of
+from kvtier.types import Worth
 
 # Reasons that say nothing against the block itself: a new session may well load it.
 _NOT_THE_BLOCK = (FailReason.STALE, FailReason.CLOSED)
@@ -115,7 +116,7 @@ class Onboarder:
         """Every worker has reported, or none was told."""
         desk, request, job = self._desk, flight.request, flight.job
         del self.flights[job.job_id]
-        self._acquirer.release(flight.attempt)
+        self._acquirer.release(flight.attempt, None if failure else self._worth(flight))
         is_held = flight.is_held
         desk.end_flight(job.job_id, flight)
         if failure is None:
@@ -160,6 +161,14 @@ class Onboarder:
         for request in requests:
             if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
                 self.restart(request)
+
+    def _worth(self, flight: OnboardFlight) -> Worth | None:
+        """None as long as the engine has not said how long it computes."""
+        desk, began_at = self._desk, flight.request.first_attempt_at
+        if desk.token_seconds is None or began_at is None:
+            return None
+        token_count = len(flight.job.slots) * desk.spec.block_tokens
+        return Worth(token_count * desk.token_seconds, max(0.0, desk.clock.now() - began_at))
 
     def _wait_turn(self, request: Request, now: float) -> int | None:
         """Leases of other requests are at their limits; they end as these are loaded.

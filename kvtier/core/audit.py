@@ -40,6 +40,7 @@ def gather_stats(
         evicted_count=sum(one.evicted_count for one in namespaces.values()),
         draining=draining,
         lower=lower,
+        oldest_lease_at=leases.oldest_at(),
     )
 
 

@@ -223,6 +223,7 @@ class Granting:
             engine=engine,
             namespace=event.namespace,
             deadline=event.deadline,
+            now=now,
         )
 
     # -------------------------------------------------------------------------------- granting

@@ -21,6 +21,7 @@ from kvtier.types import (
     EngineId,
     LeaseId,
     NamespaceId,
+    PackedHashes,
     RemovedFor,
     SessionId,
     SlabId,
@@ -323,6 +324,16 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksTakenIn:
+    """Blocks of a former life that have their copy in this tier: those of `hashes` where `kept`."""
+
+    namespace: NamespaceId
+    tier: TierName
+    hashes: PackedHashes
+    kept: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRemoved:
     """What has a replica in another tier stays resident there."""
 
@@ -361,6 +372,7 @@ Instruction = (
     | RecallSlots
     | Continue
     | BlocksStored
+    | BlocksTakenIn
     | BlocksRemoved
     | NamespaceCleared
 )

@@ -26,6 +26,7 @@ class Lease:
     engine: EngineId | None
     namespace: NamespaceId
     deadline: float
+    began_at: float = 0.0
     # One array a slice of Acquire. NOBODY stands for a block that the engine has itself and that is
     # not in memory.
     places: list[Places] = field(default_factory=list)
@@ -59,9 +60,10 @@ class LeaseTable:
         engine: EngineId | None,
         namespace: NamespaceId,
         deadline: float,
+        now: float = 0.0,
     ) -> Lease:
         """A lease on nothing yet; Acquire adds places slice by slice."""
-        lease = Lease(LeaseId(self._next_id), session, engine, namespace, deadline)
+        lease = Lease(LeaseId(self._next_id), session, engine, namespace, deadline, now)
         self._next_id += 1
         self._leases[lease.lease] = lease
         self._by_session.setdefault(session, {})[lease.lease] = None
@@ -104,6 +106,10 @@ class LeaseTable:
 
     def next_expiry(self) -> float | None:
         return self._expiry[0][0] if self._expiry else None
+
+    def oldest_at(self) -> float | None:
+        """When the oldest of them began."""
+        return next((lease.began_at for lease in self._leases.values()), None)
 
     def all_leases(self) -> list[Lease]:
         return list(self._leases.values())

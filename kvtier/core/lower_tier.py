@@ -106,6 +106,10 @@ class LowerTier:
         lost = slots[~kept & valid]
         self.dropped_count += len(lost)
         found = self.forget_slots(lost.tolist())
+        if kept.any():
+            size = residency.facts.hash_bytes
+            mine = PackedHashes(event.packed[start * size : stop * size], size)
+            found.append(ins.BlocksTakenIn(event.namespace, self.tier, mine, kept))
         if stop < count:
             own_count = event.own_count
             if own_count is not None:

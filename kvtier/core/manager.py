@@ -20,6 +20,7 @@ from kvtier.core.committing import Committing
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
+from kvtier.core.listing import Listing, list_rows
 from kvtier.core.locating import Locator
 from kvtier.core.promotions import Promotions
 from kvtier.core.residency import NamespaceFacts, Residency
@@ -134,6 +135,10 @@ class BlockManager:
             counts.update(zip(self._ladder.tiers, numbers[1:], strict=True))
         tiers = tuple((tier, number) for tier, number in counts.items() if number)
         return PrefixMatch(count, memory_count, tiers)
+
+    def listing(self, namespace: NamespaceId, row_first: int) -> Listing:
+        """The resident blocks in a page of rows."""
+        return list_rows(self._residency(namespace), row_first)
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return self._residency(namespace).epoch

@@ -66,6 +66,7 @@ class ManagerStats:
     draining: bool
     # Of the tiers below memory that there are and that have been read, the fastest first.
     lower: Mapping[TierName, LowerCounts] = field(default_factory=dict)
+    oldest_lease_at: float | None = None  # When the oldest lease held began.
 
     @property
     def nvme(self) -> LowerCounts | None:

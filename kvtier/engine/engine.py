@@ -24,6 +24,7 @@ from kvtier.engine.request import FinishReason, Request, RequestResult, RequestS
 from kvtier.engine.sampler import pick_token
 from kvtier.engine.scheduler import Load, ScheduledTokens, Scheduler, unfinished
 from kvtier.errors import BadRequest, LimitExceeded
+from kvtier.policy.prefill_rate import PrefillRate
 
 # How long `generate` and `stream` leave the core to the copies when no request can run.
 IDLE_SECONDS = 0.0005
@@ -74,6 +75,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ahead: dict[ScheduledTokens, _Ahead] = {}
         self._numbers = itertools.count()
+        self._rate = PrefillRate()
+        self._launched = (0.0, 0)  # Seconds and tokens of steps that have given no token yet.
 
     @property
     def kv_cache(self) -> torch.Tensor:
@@ -107,6 +110,7 @@ class Engine:
         batch = [scheduled for scheduled in batch if not self._is_void(scheduled)]
         if not batch:
             return outputs
+        began_at = self._clock.now()
         forward, sampled = self._compute(batch)
         for scheduled in batch:
             if scheduled.load is Load.NONE:
@@ -118,6 +122,7 @@ class Engine:
                 outputs.append(self._append(scheduled.request, token_id))
             else:
                 self._ahead[scheduled].token_id = token_id
+        self._note_rate(batch, began_at, is_computed=bool(sampled))
         self._exchange()
         return outputs + self._settle_soon()
 
@@ -249,6 +254,20 @@ class Engine:
             self._exchange()
             outputs += self._settle()
         return outputs
+
+    def _note_rate(
+        self, batch: Sequence[ScheduledTokens], began_at: float, *, is_computed: bool
+    ) -> None:
+        """Tell kvtier how long a token takes. A step that gives no token has only been launched."""
+        seconds, count = self._launched
+        seconds += self._clock.now() - began_at
+        count += sum(scheduled.count for scheduled in batch)
+        self._launched = (0.0, 0) if is_computed else (seconds, count)
+        if not is_computed or self._connector is None:
+            return
+        self._rate.note(count, seconds)
+        if self._rate.token_seconds is not None:
+            self._connector.scheduler.note_prefill(self._rate.token_seconds)
 
     def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[Forward, list[ScheduledTokens]]:
         """Launch the model's parts; those whose request's last token is among them, in the order of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvtier.metrics.blocks import BlockMetrics
 from kvtier.metrics.calls import CallMetrics
 from kvtier.metrics.cxl import CxlMetrics
+from kvtier.metrics.events import EventMetrics
 from kvtier.metrics.nvme import NvmeMetrics
-from kvtier.metrics.registry import Registry
+from kvtier.metrics.registry import Registry, text_of
 from kvtier.metrics.remote import RemoteMetrics
 from kvtier.metrics.state import StateMetrics
 from kvtier.metrics.transfers import TransferMetrics
@@ -24,11 +25,12 @@ class Metrics:
         self.nvme = NvmeMetrics(self.registry)
         self.cxl = CxlMetrics(self.registry)
         self.remote = RemoteMetrics(self.registry)
+        self.events = EventMetrics(self.registry)
         self.watch_lost_events = self.calls.watch_lost_events
 
     def text(self) -> bytes:
         """What /metrics answers."""
-        return self.registry.text()
+        return text_of(self.registry.gather())
 
     def samples(self) -> dict[str, float]:
         """The same as a mapping: `name{label="value"}` -> value."""

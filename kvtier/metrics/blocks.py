@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from kvtier.metrics.labels import BLOCK_CALLS, DIRECTIONS, TIERS
+from kvtier.metrics.asked import AskedMetrics
+from kvtier.metrics.labels import DIRECTIONS
 from kvtier.metrics.registry import Registry
-from kvtier.types import CommitOutcome, Cut, TierName
+from kvtier.types import CommitOutcome, Cut
 
 
 class BlockMetrics:
     """Blocks asked for, reserved, committed and dropped."""
 
     def __init__(self, registry: Registry) -> None:
-        calls = {"call": BLOCK_CALLS}
-        asked = registry.counter(
-            "kvtier_asked_blocks_total", "Blocks asked for, by the call that asked.", calls
-        )
-        hits = registry.counter(
-            "kvtier_hit_blocks_total",
-            "Of these, resident (match) or leased (acquire, get), by tier.",
-            {**calls, "tier": TIERS},
-        )
-        misses = registry.counter(
-            "kvtier_miss_blocks_total", "Of these, not resident, in doubt or cut.", calls
-        )
-        # Bound children: `labels` costs more than the increment on the hot path.
-        self._asked = {call: asked.labels(call) for call in BLOCK_CALLS}
-        self._hits = {(c, t): hits.labels(c, t) for c in BLOCK_CALLS for t in TIERS}
-        self._misses = {call: misses.labels(call) for call in BLOCK_CALLS}
+        self.asked = AskedMetrics(registry)
         self.acquire_cuts = registry.counter(
             "kvtier_acquire_cuts_total",
             "Acquire calls by what ended the leased prefix.",
@@ -59,26 +43,27 @@ class BlockMetrics:
         self.checksummed_blocks = registry.counter(
             "kvtier_checksummed_blocks_total", "Blocks whose checksum was computed.", {}
         )
+        self.saved_seconds = registry.counter(
+            "kvtier_saved_seconds_total",
+            "Time to the first token that engines say was saved: what the blocks onboarded would "
+            "have taken at the rate of their recent prefills, less the time from the question to "
+            "the last copy. Of each onboard that was worth it.",
+            {},
+        )
+        self.lost_seconds = registry.counter(
+            "kvtier_lost_seconds_total",
+            "The same of each onboard that took longer than computing would have. Take it from "
+            "the time saved; if it is not far below that, tiers are slow or prefixes short.",
+            {},
+        )
 
-    def note_blocks(
-        self, call: str, asked_count: int, tiers: Iterable[tuple[TierName, int]]
-    ) -> None:
-        """A call asked for blocks; `tiers` says where it found how many."""
-        self._asked[call].inc(asked_count)
-        for tier, count in tiers:
-            if count:
-                self._hits[call, tier].inc(count)
-                asked_count -= count
-        assert asked_count >= 0, "more hits than blocks asked for"
-        if asked_count:
-            self._misses[call].inc(asked_count)
+    def note_release(self, prefill_seconds: float, onboard_seconds: float) -> None:
+        """An engine's word for what it onboarded: computing it would have taken so long at its
+        recent rate, and onboarding it did take so long."""
+        won = prefill_seconds - onboard_seconds
+        (self.saved_seconds if won > 0 else self.lost_seconds).inc(abs(won))
 
     def note_outcomes(self, outcomes: bytes) -> None:
         for outcome in CommitOutcome:
             if count := outcomes.count(outcome.value):
                 self.committed_blocks.labels(outcome.name.lower()).inc(count)
-
-    def hit_count(self, call: str, tier: TierName) -> int:
-        """Blocks hit since start."""
-        samples = [one for family in self._hits[call, tier].collect() for one in family.samples]
-        return int(sum(one.value for one in samples if one.name.endswith("_total")))

@@ -22,16 +22,21 @@ METHODS = [
     "Drain",
     "Check",
     "Explain",
+    "List",
     "Stats",
     "Watch",
 ]
 LIMITS = (
     *("sessions", "namespaces", "watchers", "puts", "calls", "leases_per_session"),
-    *("leased_bytes", "file_descriptors"),
+    *("leased_bytes", "file_descriptors", "namespace_names"),
 )
 SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]
 SESSION_STATES = ["live", "lost", "ended", "dead"]
 BLOCK_CALLS = ("match", "acquire", "get")
+# Why the first block that a call did not get was no hit; those behind it share its fate.
+MISS_REASONS = (
+    *("unseen", "evicted", "doubt", "pin_limit", "deadline", "no_space", "unmapped", "draining"),
+)
 ACQUIRE_WAITS = ("no", "yes")
 DIRECTIONS = ("put", "get")
 TRANSFERS = ("demote", "promote")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -10,6 +10,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     generate_latest,
 )
@@ -35,6 +36,7 @@ class Registry:
         self.declared: list[Declared] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self._followed: dict[Counter, int] = {}
+        self._shows: list[Callable[[], None]] = []
 
     def counter(
         self, name: str, text: str, labels: Mapping[str, Sequence[str]], *, prefill: bool = True
@@ -59,18 +61,45 @@ class Registry:
 
     def follow(self, counter: Counter, count: int) -> None:
         """Bring the counter to a count that somebody else keeps."""
-        counter.inc(count - self._followed.get(counter, 0))
-        self._followed[counter] = count
+        increase = count - self._followed.get(counter, 0)
+        if increase:
+            counter.inc(increase)
+            self._followed[counter] = count
 
-    def text(self) -> bytes:
-        """What /metrics answers."""
-        return generate_latest(self._registry)
+    def remove(self, metric: Counter | Gauge, *labels: str) -> None:
+        """End this series; a count that comes again begins at 0."""
+        if isinstance(metric, Counter):
+            self._followed.pop(metric.labels(*labels), None)
+        metric.remove(*labels)
+
+    def on_gather(self, show: Callable[[], None]) -> None:
+        """Call this before samples are taken, for what is counted elsewhere."""
+        self._shows.append(show)
+
+    def gather(self) -> list[Metric]:
+        """All samples of one moment; on the event loop."""
+        for show in self._shows:
+            show()
+        return list(self._registry.collect())
 
     def samples(self) -> dict[str, float]:
-        """The same as a mapping: `name{label="value"}` -> value."""
+        """`name{label="value"}` -> value."""
         found = {}
-        for family in self._registry.collect():
+        for family in self.gather():
             for sample in family.samples:
                 labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
                 found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return found
+
+
+class _Gathered:
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def text_of(families: list[Metric]) -> bytes:
+    """What /metrics answers; in any thread, as it takes longer than the event loop can wait."""
+    return generate_latest(_Gathered(families))

@@ -34,6 +34,15 @@ class StateMetrics:
             "kvtier_sessions", "Sessions by state.", {"state": SESSION_STATES}
         )
         self.leases = registry.gauge("kvtier_leases", "Leases held.", {})
+        self.oldest_lease_seconds = registry.gauge(
+            "kvtier_oldest_lease_seconds",
+            "Age of the oldest lease held; much above the copy of a long prompt: an engine hangs "
+            "in mid-copy, and what it holds cannot be evicted before the deadline.",
+            {},
+        )
+        self.waiting_calls = registry.gauge(
+            "kvtier_waiting_acquire_calls", "Acquire calls that wait for a promotion.", {}
+        )
         self.slabs = registry.gauge(
             "kvtier_slabs", "Slabs by use.", {"use": ("stock", "bound", "pending")}
         )

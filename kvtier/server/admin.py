@@ -14,9 +14,12 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 
+from prometheus_client import Metric
+
 from kvtier.clock import Clock
 from kvtier.config_values import split_address
 from kvtier.errors import ConfigError
+from kvtier.metrics.registry import text_of
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.reporter import Reporter
 
@@ -68,15 +71,15 @@ class AdminServer:
 
     def _metrics(self) -> Answer:
         assert self._loop is not None, "asked before the start"
-        work = asyncio.run_coroutine_threadsafe(self._text(), self._loop)
+        work = asyncio.run_coroutine_threadsafe(self._gather(), self._loop)
         try:
-            return HTTPStatus.OK, METRICS_TEXT, work.result(ANSWER_SECONDS_MAX)
+            return HTTPStatus.OK, METRICS_TEXT, text_of(work.result(ANSWER_SECONDS_MAX))
         except TimeoutError:
             work.cancel()
             return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"the event loop does not answer\n"
 
-    async def _text(self) -> bytes:
-        return self._reporter.metrics_text()
+    async def _gather(self) -> list[Metric]:
+        return self._reporter.gather()
 
     def _health(self) -> Answer:
         return health_of(self._clock.now() - self._core.ticked_at)

@@ -8,6 +8,7 @@ from kvtier.clock import Clock
 from kvtier.metrics import Metrics
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.history import History
+from kvtier.server.missed import Missed
 from kvtier.server.namespaces import Namespaces
 
 HISTORY_BYTES_MIN = 64 << 10
@@ -20,3 +21,7 @@ class Base:
     clock: Clock
     metrics: Metrics
     history: History = field(default_factory=lambda: History(budget_bytes=HISTORY_BYTES_MIN))
+    missed: Missed = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "missed", Missed(self.core))

@@ -17,6 +17,7 @@ from typing import Protocol
 from kvtier.clock import Clock
 from kvtier.core.events import Event, Slots, Tick
 from kvtier.core.instructions import Continue, Instruction, LeasePending, Reply
+from kvtier.core.listing import Listing
 from kvtier.core.locating import Locator
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
@@ -37,6 +38,7 @@ class Manager(Protocol):
 
     def handle(self, event: Event, now: float) -> list[Instruction]: ...
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch: ...
+    def listing(self, namespace: NamespaceId, row_first: int) -> Listing: ...
     def namespace_epoch(self, namespace: NamespaceId) -> int: ...
     def next_deadline(self) -> float | None: ...
     def recency(self, tier: TierName) -> Slots: ...
@@ -66,6 +68,7 @@ class CoreLoop:
         self.ticked_at = clock.now()
         self.match_packed = manager.match_packed  # Bound once: the hot path.
         self.namespace_epoch = manager.namespace_epoch
+        self.listing = manager.listing
         self.recency = manager.recency
         self.stats = manager.stats
         self.check_invariants = manager.check_invariants

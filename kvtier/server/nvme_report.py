@@ -69,7 +69,9 @@ class NvmeReport:
         day_bytes = keeper.wear.day_bytes(now=self._clock.now())
         metrics.nvme.day_written_bytes.set(day_bytes)
         metrics.nvme.day_endurance_bytes.set(keeper.endurance_bytes_per_day)
-        hit_count = sum(metrics.blocks.hit_count(call, TierName.NVME) for call in _LEASING_CALLS)
+        hit_count = sum(
+            metrics.blocks.asked.hit_count(call, TierName.NVME) for call in _LEASING_CALLS
+        )
         metrics.nvme.hit_written_bytes.set(
             keeper.wear.written_bytes / hit_count if hit_count else 0
         )

@@ -7,15 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prometheus_client import Metric
+
 from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts
 from kvtier.metrics.labels import LIMITS, SESSION_STATES
 from kvtier.server.base import Base
+from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
-from kvtier.types import PROTOCOL_VERSION, TierName
+from kvtier.types import PROTOCOL_VERSION, NamespaceId, TierName
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
 
+# A namespace that is idle and empty for so long makes room for another name in the metrics.
+IDLE_SECONDS = 3600.0
+NAME_CHARS_MAX = 64
 DRAM = str(TierName.DRAM)
 
 
@@ -66,14 +72,17 @@ class Reporter:
         self._page_kind = page_kind
         self._started_at = base.clock.now()
         self._limits: list[Limit] = []
+        self._asked: dict[NamespaceId, tuple[int, float]] = {}  # How many blocks, and since when.
+        base.namespaces.tell_opened(self._name)
 
     def set_limits(self, limits: list[Limit]) -> None:
         assert {one.name for one in limits} <= set(LIMITS), "a limit that was not declared"
         self._limits = limits
 
-    def metrics_text(self) -> bytes:
+    def gather(self) -> list[Metric]:
+        """All metrics of this moment; `text_of` them elsewhere."""
         self._refresh()
-        return self._metrics.text()
+        return self._metrics.registry.gather()
 
     def stats_response(self) -> pb.StatsResponse:
         stats = self._refresh()
@@ -165,6 +174,9 @@ class Reporter:
                 sum(one.state == state for one in stats.sessions)
             )
         metrics.state.leases.set(stats.lease_count)
+        now, oldest_at = self._clock.now(), stats.oldest_lease_at
+        metrics.state.oldest_lease_seconds.set(0.0 if oldest_at is None else now - oldest_at)
+        self._refresh_namespaces(stats, now)
         pending_count = stats.slab_count_max - stats.slab_bound_count - stats.slab_stock_count
         metrics.state.slabs.labels("stock").set(stats.slab_stock_count)
         metrics.state.slabs.labels("bound").set(stats.slab_bound_count)
@@ -177,6 +189,23 @@ class Reporter:
         for report in self._lower:
             report.refresh(stats.lower.get(report.tier))
         return stats
+
+    def _name(self, opened: OpenedNamespace) -> None:
+        name = f"{opened.spec.model[:NAME_CHARS_MAX]}@{opened.fingerprint.hex()[:8]}"
+        self._metrics.blocks.asked.name(opened.id, name, opened.payload_bytes)
+
+    def _refresh_namespaces(self, stats: ManagerStats, now: float) -> None:
+        """Tell what is resident; forget who has nothing and has asked for nothing for long."""
+        asked = self._metrics.blocks.asked
+        resident = {one.namespace: one.block_count for one in stats.namespaces}
+        asked.note_resident((one, count) for one, count in resident.items() if count)
+        for namespace, count in asked.asked_counts().items():
+            known_count, since = self._asked.get(namespace, (-1, now))
+            if count != known_count or resident.get(namespace, 0):
+                self._asked[namespace] = count, now
+            elif now - since >= IDLE_SECONDS:
+                del self._asked[namespace]
+                asked.forget(namespace)
 
 
 def open_fd_count() -> int:

@@ -44,6 +44,7 @@ ACCESS: Mapping[str, Access] = {
     "Drain": Access.ADMIN,
     "Check": Access.ADMIN,
     "Explain": Access.ADMIN,
+    "List": Access.ADMIN,
     "Stats": Access.SESSION,
     "Watch": Access.SESSION,
 }

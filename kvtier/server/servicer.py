@@ -43,6 +43,7 @@ from kvtier.version import VERSION
 
 RESERVE_SLOTS_MAX = 65_536  # The answer stays far below 4 MiB. Abort takes as many.
 RELEASE_LEASES_MAX = 4096  # More, unknown ones included, would hold the loop up.
+WORTH_SECONDS_MAX = 86_400.0
 TURN_KIND_CHARS_MAX = 32
 
 
@@ -78,6 +79,7 @@ class EngineCalls:
         self._notes = CallNotes(base)
         self._facts = facts
         self._search = search
+        self._missed = base.missed
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -118,10 +120,13 @@ class EngineCalls:
         namespace = self._namespaces.get(request.namespace_id)
         count = check_packed(packed, namespace.spec.hash_bytes)
         found = self._core.match_packed(namespace.id, packed)
-        self._metrics.blocks.note_blocks("match", count, found.tiers)
-        if self._search is not None and found.matched_count < count:
+        reason = ""
+        if found.matched_count < count:
             hashes = PackedHashes(packed, namespace.spec.hash_bytes)
-            self._search.begin(namespace.id, hashes, found.matched_count)
+            reason = self._missed.of_match(namespace.id, hashes, found)
+            if self._search is not None:
+                self._search.begin(namespace.id, hashes, found.matched_count)
+        self._metrics.blocks.asked.note(namespace.id, "match", count, found.tiers, reason)
         spent_ns = self._clock.now_ns() - started_ns
         self._notes.matched(request, caller.session, namespace, found, seconds=spent_ns / 1e9)
         return pb.MatchResponse(
@@ -163,10 +168,10 @@ class EngineCalls:
         self._metrics.calls.acquire_seconds[waited].observe(seconds)
         self._notes.acquired(request, caller.session, hashes, granted, seconds=seconds)
         if granted is None:
-            self._note_acquire(len(hashes), Cut.DEADLINE, ())
+            self._note_acquire(namespace.id, hashes, Cut.DEADLINE, 0, ())
             await send(self._late(namespace, request))
             return
-        self._note_acquire(len(hashes), granted.cut, granted.tiers)
+        self._note_acquire(namespace.id, hashes, granted.cut, granted.leased_count, granted.tiers)
         ready = pb.AcquireReady(
             lease_id=granted.lease or 0,
             leased_count=granted.leased_count,
@@ -185,10 +190,15 @@ class EngineCalls:
     async def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseResponse:
         """Leases of the caller's engine, and pins of administrators, which the daemon holds."""
         _check_count("lease_ids", len(request.lease_ids), RELEASE_LEASES_MAX)
+        seconds = request.prefill_seconds, request.onboard_seconds
+        if not all(0 <= one <= WORTH_SECONDS_MAX for one in seconds):
+            raise BadRequest(f"prefill_seconds and onboard_seconds are {seconds}")
         leases = tuple(LeaseId(lease) for lease in request.lease_ids)
         ended = await self._core.run(ev.Release(caller.session, leases))
         assert isinstance(ended, ins.LeasesEnded), "Release has one kind of reply"
         count = ended.count
+        if count and seconds[0]:
+            self._metrics.blocks.note_release(*seconds)
         if count < len(leases):
             pins = await self._core.run(ev.Release(DAEMON_SESSION, leases))
             assert isinstance(pins, ins.LeasesEnded), "Release has one kind of reply"
@@ -275,9 +285,15 @@ class EngineCalls:
         await self._search.wait(event.namespace, event.hashes, count, event.wait_until)
 
     def _note_acquire(
-        self, asked_count: int, cut: Cut, tiers: Iterable[tuple[TierName, int]]
+        self,
+        namespace: NamespaceId,
+        hashes: PackedHashes,
+        cut: Cut,
+        leased_count: int,
+        tiers: Iterable[tuple[TierName, int]],
     ) -> None:
-        self._metrics.blocks.note_blocks("acquire", asked_count, tiers)
+        reason = self._missed.of_lease(namespace, hashes, leased_count, cut)
+        self._metrics.blocks.asked.note(namespace, "acquire", len(hashes), tiers, reason)
         self._metrics.blocks.acquire_cuts.labels(cut.name.lower()).inc()
 
     def _late(self, namespace: OpenedNamespace, request: pb.AcquireRequest) -> pb.AcquireResponse:

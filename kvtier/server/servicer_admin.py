@@ -54,6 +54,7 @@ class AdminCalls:
             "Drain": self.drain,
             "Check": self.check,
             "Explain": self.explain,
+            "List": self.list_blocks,
             "Stats": self.stats,
         }
 
@@ -108,6 +109,11 @@ class AdminCalls:
 
     async def explain(self, request: pb.ExplainRequest, _: Caller) -> pb.ExplainResponse:
         return self._explainer.explain(request)
+
+    async def list_blocks(self, request: pb.ListRequest, _: Caller) -> pb.ListResponse:
+        namespace = self._namespaces.get(request.namespace_id)
+        page = self._core.listing(namespace.id, request.row_first)
+        return pb.ListResponse(hashes=page.packed, tiers=page.tiers, row_next=page.row_next)
 
     async def stats(self, request: pb.StatsRequest, _: Caller) -> pb.StatsResponse:
         answer = self._reporter.stats_response()

@@ -82,6 +82,7 @@ class DataCalls:
         self._leasing = leasing
         self._clock = base.clock
         self._metrics = base.metrics
+        self._missed = base.missed
         self.puts_max = puts_max
         self.active_count = 0
         self._lease_seconds_max = lease_seconds_max
@@ -223,7 +224,9 @@ class DataCalls:
         size = namespace.spec.hash_bytes
         count = check_packed(request.hashes, size)
         matched = self._core.match_packed(namespace.id, request.hashes)
-        self._metrics.blocks.note_blocks("get", count, matched.tiers)
+        packed = PackedHashes(request.hashes, size)
+        reason = self._missed.of_match(namespace.id, packed, matched)
+        self._metrics.blocks.asked.note(namespace.id, "get", count, matched.tiers, reason)
         wait_until = self._clock.now() + GET_WAIT_SECONDS
         with self._one_of_puts():
             for start in range(0, count, GET_WINDOW_BLOCKS):

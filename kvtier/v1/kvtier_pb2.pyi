@@ -193,20 +193,22 @@ class OpenNamespace(_message.Message):
     def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., about: _Optional[int] = ...) -> None: ...
 
 class NamespaceOpened(_message.Message):
-    __slots__ = ("namespace_id", "fingerprint", "epoch", "about", "slot_bytes", "slot_count_max")
+    __slots__ = ("namespace_id", "fingerprint", "epoch", "about", "slot_bytes", "slot_count_max", "wants_token_ids")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOT_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     fingerprint: bytes
     epoch: int
     about: int
     slot_bytes: int
     slot_count_max: int
-    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ..., about: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slot_count_max: _Optional[int] = ...) -> None: ...
+    wants_token_ids: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ..., about: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slot_count_max: _Optional[int] = ..., wants_token_ids: bool = ...) -> None: ...
 
 class SlabOffered(_message.Message):
     __slots__ = ("namespace_id", "shard", "slab_id", "slot_first", "slot_count", "slot_bytes", "slab_bytes", "page_kind")
@@ -411,12 +413,16 @@ class AcquireReady(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., leased_count: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_ns: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., epoch: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("token", "lease_ids")
+    __slots__ = ("token", "lease_ids", "prefill_seconds", "onboard_seconds")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ONBOARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prefill_seconds: float
+    onboard_seconds: float
+    def __init__(self, token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ..., prefill_seconds: _Optional[float] = ..., onboard_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("ended_count",)
@@ -831,6 +837,26 @@ class SlowCall(_message.Message):
     outcome: str
     session_id: int
     def __init__(self, call: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., seconds: _Optional[float] = ..., request_id: _Optional[str] = ..., block_count: _Optional[int] = ..., outcome: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("token", "namespace_id", "row_first")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIRST_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    namespace_id: int
+    row_first: int
+    def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., row_first: _Optional[int] = ...) -> None: ...
+
+class ListResponse(_message.Message):
+    __slots__ = ("hashes", "tiers", "row_next")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    ROW_NEXT_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    tiers: bytes
+    row_next: int
+    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., row_next: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("token",)

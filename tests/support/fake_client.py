@@ -20,7 +20,7 @@ from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError, NotReserved, StaleSlot, Unavailable
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName, Worth
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,6 +35,7 @@ class FakeSession:
 class FakeState:
     epoch: int
     session: FakeSession
+    wants_token_ids: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,9 @@ class FakeNamespace:
     @property
     def state(self) -> FakeState | None:
         session = self.client.session
-        return None if session is None else FakeState(self.epoch, session)
+        if session is None:
+            return None
+        return FakeState(self.epoch, session, self.client.wants_token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +116,8 @@ class FakeClient:
         self.leases: dict[int, list[int]] = {}  # Lease id to pinned slots.
         self.lease_sessions: dict[int, FakeSession] = {}  # Of every lease ever granted.
         self.released: set[int] = set()
+        self.wants_token_ids = False
+        self.tokens_of: dict[bytes, list[int]] = {}  # What came with commits.
         self._deadlines: dict[int, int] = {}
         self.generation = 1
         self.session: FakeSession | None = FakeSession(1, 1)
@@ -309,7 +314,7 @@ class FakeClient:
             namespace.resident[block_hash] = slot
         return len(hashes), Cut.NONE
 
-    def release(self, leases: Sequence[FakeLease]) -> int:
+    def release(self, leases: Sequence[FakeLease], worth: Worth | None = None) -> int:
         session = self._begin("release")
         for lease in leases:
             if lease.session != session:
@@ -341,8 +346,13 @@ class FakeClient:
         session: FakeSession,
         epoch: int,
         checksums: Sequence[int] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
         self._check_reserved("commit", slots, session)
+        if token_ids:
+            size = len(token_ids) // len(hashes)
+            for index, block_hash in enumerate(hashes):
+                self.tokens_of[block_hash] = list(token_ids[index * size : (index + 1) * size])
         outcomes = []
         for index, (block_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
             del self.reserved[slot]

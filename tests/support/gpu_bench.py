@@ -25,7 +25,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
-from kvtier.types import CommitOutcome
+from kvtier.types import CommitOutcome, Worth
 from tests.support.clock import ManualClock
 from tests.support.copy_watch import CopyWatch
 from tests.support.fake_client import FakeClient, FakeNamespace
@@ -57,9 +57,9 @@ class WatchedClient(FakeClient):
         self.cuda.host_reads(*map(self._range_of, slots), name="another engine's read")
         return super().commit(namespace, hashes, slots, **others)
 
-    def release(self, leases: Sequence[Any]) -> int:
+    def release(self, leases: Sequence[Any], worth: Worth | None = None) -> int:
         slots = {slot for lease in leases for slot in self.leases.get(lease.lease_id, [])}
-        released_count = super().release(leases)
+        released_count = super().release(leases, worth)
         slots.difference_update(*self.leases.values())
         self.cuda.host_writes(*map(self._range_of, slots), name="another engine's write")
         return released_count

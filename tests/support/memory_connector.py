@@ -8,7 +8,7 @@ own (`device_worker`); the planning is the one below in any case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +79,12 @@ class MemoryScheduler:
     def has_work(self) -> bool:
         return bool(self._flights)
 
-    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
+    def on_new_request(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens_of: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
         self._prompts[request_id] = tuple(hashes)
 
     def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:
@@ -121,6 +126,9 @@ class MemoryScheduler:
         self._offloading.update(self.hashes_of_job[job.job_id])
         self._flights[job.job_id] = job
         self._offloads.append(job)
+
+    def note_prefill(self, token_seconds: float) -> None:
+        """Nobody asks here."""
 
     def build_plan(self) -> StepPlan:
         plan = StepPlan(self._spec, tuple(self._onboards), tuple(self._offloads))

@@ -10,10 +10,8 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.connector.jobs import JobResult, StepPlan
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.vllm.metrics import KVTierStats, sample
+from kvtier.policy.prefill_rate import PrefillRate
 
-# A step with fewer tokens says little about what a token of a prefill costs.
-RATE_TOKENS_MIN = 16
-RATE_WEIGHT = 0.2
 STEPS_MAX = 64  # More than any vLLM has under way.
 
 
@@ -29,8 +27,13 @@ class Meter:
         # Steps that compute and have no output yet, in order: since when, and how many tokens.
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS_MAX)
         self._output_at = float("-inf")
-        self._token_seconds: float | None = None
+        self._rate = PrefillRate()
         self._deadline_count = 0
+
+    @property
+    def token_seconds(self) -> float | None:
+        """What a token of a prefill takes; None before the first."""
+        return self._rate.token_seconds
 
     def note_miss(self, stats: ConnectorStats, *, is_connected: bool) -> None:
         """A request was told that there is nothing for it."""
@@ -58,10 +61,8 @@ class Meter:
         """The step's output is there, and with it what ended in the workers."""
         now = self._clock.now()
         step_at, tokens = self._steps.popleft() if self._steps else (now, 0)
-        if tokens >= RATE_TOKENS_MIN:
-            # A step that is scheduled early begins when the one before it has ended.
-            rate, known = (now - max(step_at, self._output_at)) / tokens, self._token_seconds
-            self._token_seconds = rate if known is None else known + RATE_WEIGHT * (rate - known)
+        # A step that is scheduled early begins when the one before it has ended.
+        self._rate.note(tokens, now - max(step_at, self._output_at))
         self._output_at = now
         for result in results:
             began = self._offloads.pop(result.job_id, None)
@@ -75,8 +76,8 @@ class Meter:
             return
         seconds = self._clock.now() - began
         self._data.setdefault("onboard_seconds", []).append(seconds)
-        if self._token_seconds is not None:
-            self._add("saved_seconds", max(0.0, tokens * self._token_seconds - seconds))
+        if self.token_seconds is not None:
+            self._add("saved_seconds", max(0.0, tokens * self.token_seconds - seconds))
 
     def take(self, stats: ConnectorStats) -> KVTierStats | None:
         """The increase since the last call; None when there is none."""

@@ -227,6 +227,8 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 self._note_preemption(core, tracked)
         self._note_device_blocks(output)
+        if (token_seconds := self._meter.token_seconds) is not None:
+            core.note_prefill(token_seconds)
         if self._reuse.is_parked_block_allocated():
             core.on_device_blocks_short(ALL_BLOCKS)
         started = _started_in(output)

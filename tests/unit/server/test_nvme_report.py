@@ -16,9 +16,11 @@ from kvtier.server.namespaces import Namespaces
 from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.wear import WearMeter
-from kvtier.types import TierName
+from kvtier.types import NamespaceId, TierName
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.clock import ManualClock
+
+ONE = NamespaceId(1)
 
 COUNTS = LowerCounts(
     segment_count=10,
@@ -111,9 +113,10 @@ def test_wear_is_the_price_of_a_hit_and_the_last_day_against_endurance() -> None
     report, metrics = report_of(keeper)
     report.refresh(COUNTS)
     assert metrics.samples()["kvtier_nvme_hit_written_bytes"] == 0
-    metrics.blocks.note_blocks("match", 9, [(TierName.NVME, 9)])  # Costs nothing and gives nothing.
-    metrics.blocks.note_blocks("acquire", 3, [(TierName.DRAM, 1), (TierName.NVME, 2)])
-    metrics.blocks.note_blocks("get", 2, [(TierName.NVME, 2)])
+    # A match costs nothing and gives nothing.
+    metrics.blocks.asked.note(ONE, "match", 9, [(TierName.NVME, 9)], "")
+    metrics.blocks.asked.note(ONE, "acquire", 3, [(TierName.DRAM, 1), (TierName.NVME, 2)], "")
+    metrics.blocks.asked.note(ONE, "get", 2, [(TierName.NVME, 2)], "")
     report.refresh(COUNTS)
     found = metrics.samples()
     assert found["kvtier_nvme_hit_written_bytes"] == 2000

@@ -56,6 +56,11 @@ class HashChain:
         self._first_extra: CborValue = None if cache_salt is None else [["cache_salt", cache_salt]]
         self.hashes: list[BlockHash] = []
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens alone make the hashes."""
+        return self._first_extra is None
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the blocks that have become full; `token_ids` are all tokens from the first on."""
         while (len(self.hashes) + 1) * self.block_tokens <= len(token_ids):

@@ -33,7 +33,9 @@ class Command:
 COMMANDS = {
     "serve": Command("kvtier.cli.serve", "run the daemon"),
     "stats": Command("kvtier.cli.stats", "show what a daemon holds and has done"),
+    "top": Command("kvtier.cli.top", "watch a daemon in the terminal"),
     "check": Command("kvtier.cli.check", "verify the invariants of a running daemon"),
+    "explain": Command("kvtier.cli.explain", "say where a prefix is, or why it is not there"),
     "put": Command("kvtier.cli.put", "put a file into a daemon; prints its receipt"),
     "get": Command("kvtier.cli.get", "write a file from its receipt"),
     "match": Command("kvtier.cli.match", "say how much of a file is resident"),

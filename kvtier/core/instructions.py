@@ -22,6 +22,7 @@ from kvtier.types import (
     LeaseId,
     NamespaceId,
     PackedHashes,
+    RemovedFor,
     SessionId,
     SlabId,
     SlabSetId,
@@ -334,15 +335,19 @@ class BlocksTakenIn:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
+    """What has a replica in another tier stays resident there."""
+
     namespace: NamespaceId
     tier: TierName
     hashes: Sequence[BlockHash]
+    reason: RemovedFor
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceCleared:
     namespace: NamespaceId
     epoch: int
+    voided_count: int = 0
 
 
 Instruction = (

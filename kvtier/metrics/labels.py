@@ -21,6 +21,7 @@ METHODS = [
     "Clear",
     "Drain",
     "Check",
+    "Explain",
     "List",
     "Stats",
     "Watch",

@@ -60,7 +60,7 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     if sys.flags.optimize:
         raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
     keep_message_memory()
-    logs.configure(config.log.format, config.log.level)
+    logs.configure(config.log.format, config.log.level, config.log.lines_max)
     passed = take_passed(os.environ)
     listeners = Listeners([one for one in passed if one.is_listener])
     plan = replace(_plan(config), listeners=listeners)

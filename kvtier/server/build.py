@@ -40,6 +40,8 @@ from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
+from kvtier.server.explain import Explainer
+from kvtier.server.history import History
 from kvtier.server.instance import raise_open_files
 from kvtier.server.kv_events import KvEvents
 from kvtier.server.lane import LaneListener
@@ -51,6 +53,7 @@ from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.peers import PidfdWatch
+from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
 from kvtier.server.remote_report import RemoteReport
 from kvtier.server.remote_search import RemoteSearch
@@ -214,7 +217,12 @@ class _Builder:
             page_kind=plan.page_kind,
         )
         self.leasing = Leasing(self.core, self.base.clock)
-        self.calls = Calls(self.base, self.tokens, calls_max=config.grpc.calls_max)
+        self.calls = Calls(
+            self.base,
+            self.tokens,
+            calls_max=config.grpc.calls_max,
+            slow_call_seconds=config.log.slow_call_seconds,
+        )
         self.data = DataCalls(
             self.base,
             self.mover,
@@ -311,15 +319,14 @@ class _Builder:
             ins.RecallSlots: sessions.on_recall_slots,
             ins.BlocksStored: watch.on_stored,
             ins.BlocksTakenIn: lambda _: None,  # Watchers ask for what they want to know.
-            ins.BlocksRemoved: watch.on_removed,
-            ins.NamespaceCleared: watch.on_cleared,
         }
+        effects |= remembering_effects(self.base, watch)
         if self.events is not None:
             effects |= {
                 ins.BlocksStored: _both(watch.on_stored, self.events.on_stored),
                 ins.BlocksTakenIn: self.events.on_taken_in,
-                ins.BlocksRemoved: _both(watch.on_removed, self.events.on_removed),
-                ins.NamespaceCleared: _both(watch.on_cleared, self.events.on_cleared),
+                ins.BlocksRemoved: _both(effects[ins.BlocksRemoved], self.events.on_removed),
+                ins.NamespaceCleared: _both(effects[ins.NamespaceCleared], self.events.on_cleared),
             }
         return effects | self._lower_effects()
 
@@ -366,7 +373,12 @@ class _Builder:
         engines.add_to(handlers)
         self.data.add_to(handlers)
         administration = AdminCalls(
-            self.base, self.reporter, self.leasing, self._check_shell, self.remote
+            self.base,
+            self.reporter,
+            Explainer(self.base, self.sessions, self._tier_states),
+            self.leasing,
+            self._check_shell,
+            self.remote,
         )
         administration.add_to(handlers)
         return handlers
@@ -388,6 +400,19 @@ class _Builder:
             return server, ""
         port = _add_port(server, tcp, "grpc.tcp")
         return server, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+
+    def _tier_states(self) -> list[tuple[str, str]]:
+        """For people who ask why a block is not there."""
+        remote = "absent"
+        if self.remote is not None:
+            engine = self.remote.parts.engine
+            remote = f"read {engine.reading_state}, write {engine.writing_state}"
+        return [
+            (TierName.DRAM, self.plan.page_kind),
+            (TierName.CXL, "absent" if self.cxl is None else self.cxl.state),
+            (TierName.NVME, "absent" if self.nvme is None else self.nvme.state),
+            (TierName.REMOTE, remote),
+        ]
 
     def _check_shell(self) -> list[str]:
         return [
@@ -432,7 +457,7 @@ def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | Non
         count_max=config.server.namespaces_max,
         stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
-    return Base(core, namespaces, clock, metrics)
+    return Base(core, namespaces, clock, metrics, History(budget_bytes=config.log.history_bytes))
 
 
 def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManager:

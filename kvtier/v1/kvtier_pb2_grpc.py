@@ -96,6 +96,11 @@ class KVTierStub(object):
                 request_serializer=kvtier_dot_v1_dot_kvtier__pb2.CheckRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.CheckResponse.FromString,
                 )
+        self.Explain = channel.unary_unary(
+                '/kvtier.v1.KVTier/Explain',
+                request_serializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainResponse.FromString,
+                )
         self.List = channel.unary_unary(
                 '/kvtier.v1.KVTier/List',
                 request_serializer=kvtier_dot_v1_dot_kvtier__pb2.ListRequest.SerializeToString,
@@ -240,6 +245,13 @@ class KVTierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a prefix is, or why it is not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """Every resident block, a page a call.
         """
@@ -341,6 +353,11 @@ def add_KVTierServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.CheckRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_kvtier__pb2.CheckResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -638,6 +655,23 @@ class KVTier(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/Check',
             kvtier_dot_v1_dot_kvtier__pb2.CheckRequest.SerializeToString,
             kvtier_dot_v1_dot_kvtier__pb2.CheckResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/Explain',
+            kvtier_dot_v1_dot_kvtier__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_kvtier__pb2.ExplainResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

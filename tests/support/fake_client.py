@@ -128,6 +128,7 @@ class FakeClient:
         self.calls: Counter[str] = Counter()
         self.commits: list[FakeCommit] = []
         self.hashes_asked: list[int] = []  # Length of each acquire.
+        self.requests_asked: list[tuple[str, str]] = []  # (call, request id).
         self.waits_asked: list[float] = []  # Seconds of each acquire.
         self.promote_limits: list[int] = []  # Of the next waits: blocks until their time is over.
         self.violations: list[str] = []
@@ -251,8 +252,11 @@ class FakeClient:
     def open_namespace(self, spec: NamespaceSpec) -> FakeNamespace:
         return self.namespaces.setdefault(spec.fingerprint(), FakeNamespace(spec, self))
 
-    def match(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> PrefixMatch:
+    def match(
+        self, namespace: FakeNamespace, hashes: Sequence[bytes], *, request_id: str = ""
+    ) -> PrefixMatch:
         self._begin("match")
+        self.requests_asked.append(("match", request_id))
         count = self._matched_count(namespace, hashes)
         in_memory = [block_hash in namespace.resident for block_hash in hashes[:count]]
         memory_count = in_memory.index(False) if False in in_memory else count
@@ -266,8 +270,10 @@ class FakeClient:
         lease_seconds: float | None = None,
         wait_seconds: float = 0.0,
         skip_count: int = 0,
+        request_id: str = "",
     ) -> FakeLease:
         session = self._begin("acquire")
+        self.requests_asked.append(("acquire", request_id))
         self.hashes_asked.append(len(hashes))
         self.waits_asked.append(wait_seconds)
         matched = hashes[: self._matched_count(namespace, hashes)]

@@ -16,10 +16,10 @@ BIN := $(VENV)/bin
 export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 
 # What `make test` leaves to other gates.
-OTHER_GATES := torture or vllm or gpu or cxl
+OTHER_GATES := torture or vllm or gpu or cxl or systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench test-vllm test-vllm-versions test-cxl gpu-check proto wheel clean
+.PHONY: help setup check test demo torture sim bench test-vllm test-vllm-versions test-cxl test-systemd gpu-check proto wheel clean
 
 help: ## Print this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ test-vllm: ## Tests with real vLLM on CPU, in an environment of its own: up to 1
 
 test-cxl: setup ## CXL memory, in a virtual machine made here (Debian, root): up to five minutes.
 	$(BIN)/python scripts/cxl_vm.py $(MODES)
+
+test-systemd: setup ## The units under a real systemd, in a container (Debian, root): up to two minutes.
+	@bash scripts/test_systemd.sh
 
 test-vllm-versions: ## The same on older versions of vLLM: VERSIONS="0.28.0 0.31.0", TESTS=tests/vllm.
 	@bash scripts/setup_vllm.sh

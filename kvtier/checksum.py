@@ -25,6 +25,11 @@ def shard_checksum(shard: ByteView) -> int:
     return xxhash.xxh3_64_intdigest(shard)
 
 
+def begin_shard_checksum() -> xxhash.xxh3_64:
+    """For a shard that comes in pieces: `update` with each in order, `intdigest` at the end."""
+    return xxhash.xxh3_64()
+
+
 def combine_checksums(shard_checksums: Sequence[int]) -> int:
     """The block's checksum out of those of its shards, shard 0 first; never 0."""
     packed = struct.pack(f"<{len(shard_checksums)}Q", *shard_checksums)

@@ -18,6 +18,11 @@ class Clock(Protocol):
         ...
 
 
+def wall_seconds() -> float:
+    """Seconds of the calendar's clock, for what others read; nothing here is decided by it."""
+    return time.time()
+
+
 class SystemClock:
     """CLOCK_MONOTONIC of this node."""
 

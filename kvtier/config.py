@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
+from kvtier.config_events import EventsConfig, check_events
 from kvtier.config_remote import RemoteConfig, check_remote
 from kvtier.config_values import (
     ANY_NODE,
@@ -254,10 +255,27 @@ class AdminConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """Log lines on standard error."""
+    """Log lines on standard error, and what is remembered beside them."""
 
     format: str = option("text", Choice("text", "json"), "Form of a log line.")
     level: str = option("info", Choice("debug", "info", "warning", "error"), "Least level shown.")
+    lines_max: int = option(
+        50,
+        Count(1, 100_000),
+        "Lines of one event in ten seconds; what comes beyond is counted, and told as one line.",
+    )
+    slow_call_seconds: float = option(
+        0.5,
+        Seconds(0.001, 3600.0),
+        "A call that takes longer has a line, and a place among the last slow calls that "
+        "`kvtier top` shows; not so Watch, Put and Get, which go at their client's pace.",
+    )
+    history_bytes: int = option(
+        4 * MIB,
+        Size(64 << 10, GIB),
+        "What `kvtier explain` may remember: 20 bytes for a block that was removed or missed, and "
+        "some 700 bytes and its hashes for a request.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +287,7 @@ class Config:
     cxl: CxlConfig = CxlConfig()
     nvme: NvmeConfig = NvmeConfig()
     remote: RemoteConfig = RemoteConfig()
+    kv_events: EventsConfig = EventsConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
@@ -281,6 +300,7 @@ Section = (
     | CxlConfig
     | NvmeConfig
     | RemoteConfig
+    | EventsConfig
     | LeaseConfig
     | GrpcConfig
     | AdminConfig
@@ -359,6 +379,7 @@ def _check_together(config: Config) -> None:
         )
     _check_cxl(config.cxl)
     check_remote(config.remote)
+    check_events(config.kv_events)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())

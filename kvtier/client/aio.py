@@ -62,9 +62,16 @@ class AsyncClient(ClientBase):
     # ------------------------------------------------------------------------------------ engine
 
     async def match(
-        self, namespace: Namespace, hashes: Hashes, *, timeout_seconds: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Hashes,
+        *,
+        timeout_seconds: float | None = None,
+        request_id: str = "",
     ) -> PrefixMatch:
-        return await self._unary(self._plans.match(namespace, hashes, timeout_seconds))
+        return await self._unary(
+            self._plans.match(namespace, hashes, timeout_seconds, request_id=request_id)
+        )
 
     async def acquire(
         self,
@@ -75,6 +82,7 @@ class AsyncClient(ClientBase):
         wait_seconds: float = 0.0,
         skip_count: int = 0,
         timeout_seconds: float | None = None,
+        request_id: str = "",
     ) -> Lease:
         plan = self._plans.acquire(
             namespace,
@@ -83,6 +91,7 @@ class AsyncClient(ClientBase):
             wait_seconds=wait_seconds,
             skip_count=skip_count,
             timeout_seconds=timeout_seconds,
+            request_id=request_id,
         )
         rpc, answers = self._rpc_of(plan.session), plan.answers
         with self._acquiring(plan):
@@ -116,6 +125,7 @@ class AsyncClient(ClientBase):
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
         plan = self._plans.commit(
             namespace,
@@ -125,6 +135,7 @@ class AsyncClient(ClientBase):
             session=session,
             epoch=epoch,
             checksums=checksums,
+            token_ids=token_ids,
         )
         return await self._unary(plan)
 
@@ -198,6 +209,13 @@ class AsyncClient(ClientBase):
 
     async def check(self) -> pb.CheckResponse:
         return await self._unary(self._plans.check())
+
+    async def explain(self, *, block: bytes = b"", request_id: str = "") -> pb.ExplainResponse:
+        """Where a prefix is, by the hash of its last block; or how an engine's request fared."""
+        return await self._unary(self._plans.explain(block=block, request_id=request_id))
+
+    async def list_page(self, namespace_id: int, row_first: int = 0) -> pb.ListResponse:
+        return await self._unary(self._plans.list_page(namespace_id, row_first))
 
     async def stats(self) -> pb.StatsResponse:
         return await self._unary(self._plans.stats())

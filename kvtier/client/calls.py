@@ -58,6 +58,8 @@ PIN = Call("Pin", pb.PinRequest, pb.PinResponse, changes_state=True)
 CLEAR = Call("Clear", pb.ClearRequest, pb.ClearResponse)
 DRAIN = Call("Drain", pb.DrainRequest, pb.DrainResponse)
 CHECK = Call("Check", pb.CheckRequest, pb.CheckResponse)
+EXPLAIN = Call("Explain", pb.ExplainRequest, pb.ExplainResponse)
+LIST = Call("List", pb.ListRequest, pb.ListResponse)
 STATS = Call("Stats", pb.StatsRequest, pb.StatsResponse)
 WATCH = Call("Watch", pb.WatchRequest, pb.WatchResponse)
 

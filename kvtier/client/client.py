@@ -58,10 +58,20 @@ class Client(ClientBase):
     # ------------------------------------------------------------------------------------ engine
 
     def match(
-        self, namespace: Namespace, hashes: Hashes, *, timeout_seconds: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Hashes,
+        *,
+        timeout_seconds: float | None = None,
+        request_id: str = "",
     ) -> PrefixMatch:
-        """The longest resident prefix; `hashes` may be packed already."""
-        return self._unary(self._plans.match(namespace, hashes, timeout_seconds))
+        """The longest resident prefix; `hashes` may be packed already.
+
+        `request_id`: the engine's own, for the daemon's log and `kvtier explain`.
+        """
+        return self._unary(
+            self._plans.match(namespace, hashes, timeout_seconds, request_id=request_id)
+        )
 
     def acquire(
         self,
@@ -72,6 +82,7 @@ class Client(ClientBase):
         wait_seconds: float = 0.0,
         skip_count: int = 0,
         timeout_seconds: float | None = None,
+        request_id: str = "",
     ) -> Lease:
         """Lease the longest resident prefix and have it in memory.
 
@@ -86,6 +97,7 @@ class Client(ClientBase):
             wait_seconds=wait_seconds,
             skip_count=skip_count,
             timeout_seconds=timeout_seconds,
+            request_id=request_id,
         )
         rpc, answers = plan.session.rpc, plan.answers
         with self._acquiring(plan):
@@ -119,8 +131,13 @@ class Client(ClientBase):
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
-        """Publish filled slots in chain order. Raises StaleSlot for slots of a lost session."""
+        """Publish filled slots in chain order. Raises StaleSlot for slots of a lost session.
+
+        `token_ids`: of all these blocks, one after the other, where the daemon said that it wants
+        them (`Namespace.state`), or none.
+        """
         plan = self._plans.commit(
             namespace,
             hashes,
@@ -129,6 +146,7 @@ class Client(ClientBase):
             session=session,
             epoch=epoch,
             checksums=checksums,
+            token_ids=token_ids,
         )
         return self._unary(plan)
 
@@ -211,6 +229,14 @@ class Client(ClientBase):
 
     def check(self) -> pb.CheckResponse:
         return self._unary(self._plans.check())
+
+    def explain(self, *, block: bytes = b"", request_id: str = "") -> pb.ExplainResponse:
+        """Where a prefix is, by the hash of its last block; or how an engine's request fared."""
+        return self._unary(self._plans.explain(block=block, request_id=request_id))
+
+    def list_page(self, namespace_id: int, row_first: int = 0) -> pb.ListResponse:
+        """Resident blocks, a page of them; the id as Stats tells it."""
+        return self._unary(self._plans.list_page(namespace_id, row_first))
 
     def stats(self) -> pb.StatsResponse:
         return self._unary(self._plans.stats())

@@ -37,7 +37,7 @@ from kvtier.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvtier.types import CommitOutcome, PrefixMatch, Worth
+from kvtier.types import REQUEST_ID_CHARS_MAX, CommitOutcome, PrefixMatch, Worth
 from kvtier.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -106,13 +106,19 @@ class Plans:
     # ------------------------------------------------------------------------------------ engine
 
     def match(
-        self, namespace: Namespace, hashes: Hashes, timeout_seconds: float | None
+        self,
+        namespace: Namespace,
+        hashes: Hashes,
+        timeout_seconds: float | None,
+        *,
+        request_id: str = "",
     ) -> Plan[pb.MatchRequest, pb.MatchResponse, PrefixMatch]:
         session, state = self._link.begin(namespace)
         request = pb.MatchRequest(
             token=state.token,
             namespace_id=state.namespace_id,
             hashes=codec.packed_hashes(hashes, namespace.spec.hash_bytes),
+            request_id=request_id[:REQUEST_ID_CHARS_MAX],
         )
         timeout = timeout_seconds or self._settings.timeout_seconds
         return Plan(calls.MATCH, request, timeout, session, codec.match_of)
@@ -126,6 +132,7 @@ class Plans:
         wait_seconds: float,
         skip_count: int,
         timeout_seconds: float | None,
+        request_id: str = "",
     ) -> AcquirePlan:
         """The wait comes on top of the call's own deadline."""
         session, state = self._link.begin(namespace)
@@ -138,6 +145,7 @@ class Plans:
             deadline_ns=self._link.clock.now_ns() + min(wanted_ns, session.lease_ns_max),
             wait_ms=int(wait_seconds * 1000),
             skip_count=skip_count,
+            request_id=request_id[:REQUEST_ID_CHARS_MAX],
         )
         timeout = (timeout_seconds or self._settings.timeout_seconds) + wait_seconds
         return AcquirePlan(request, timeout, session, codec.AcquireAnswers(session.ref))
@@ -185,6 +193,7 @@ class Plans:
         session: SessionRef,
         epoch: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Plan[pb.CommitRequest, pb.CommitResponse, list[CommitOutcome]]:
         opened, state = self._link.begin(namespace)
         _need_current(opened, session)
@@ -199,6 +208,7 @@ class Plans:
             slots=codec.slot_list(slots),
             parent=_parent_bytes(namespace, parent),
             epoch=epoch,
+            token_ids=token_ids,
         )
         if checksums is not None:
             request.checksums.extend(int(value) for value in checksums)
@@ -341,11 +351,33 @@ class Plans:
         request = pb.CheckRequest(token=session.token)
         return Plan(calls.CHECK, request, timeout, session, lambda a: a)
 
+    def list_page(
+        self, namespace_id: int, row_first: int
+    ) -> Plan[pb.ListRequest, pb.ListResponse, pb.ListResponse]:
+        session = self._link.begin_any()
+        timeout = self._settings.admin_timeout_seconds
+        request = pb.ListRequest(
+            token=session.token, namespace_id=namespace_id, row_first=row_first
+        )
+        return Plan(calls.LIST, request, timeout, session, lambda a: a)
+
     def stats(self) -> Plan[pb.StatsRequest, pb.StatsResponse, pb.StatsResponse]:
         session = self._link.begin_any()
         timeout = self._settings.admin_timeout_seconds
         request = pb.StatsRequest(token=session.token)
         return Plan(calls.STATS, request, timeout, session, lambda a: a)
+
+    def explain(
+        self, *, block: bytes = b"", request_id: str = ""
+    ) -> Plan[pb.ExplainRequest, pb.ExplainResponse, pb.ExplainResponse]:
+        session = self._link.begin_any()
+        timeout = self._settings.admin_timeout_seconds
+        request = pb.ExplainRequest(token=session.token)
+        if block:
+            request.hash = block
+        else:
+            request.request_id = request_id
+        return Plan(calls.EXPLAIN, request, timeout, session, lambda a: a)
 
     def watch(self, namespace: Namespace) -> tuple[OpenSession, pb.WatchRequest]:
         session, state = self._link.begin(namespace)

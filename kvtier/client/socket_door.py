@@ -260,6 +260,7 @@ class SocketDoor:
             slot_bytes=opened.slot_bytes,
             session=self._current,
             token=self._token,
+            wants_token_ids=opened.wants_token_ids,
         )
         self._link.namespace_opened(namespace, state)
 

@@ -32,6 +32,7 @@ class NamespaceState:
     slot_bytes: int  # Distance of two slots of one shard's arena; 0 where no fds are passed.
     session: SessionRef
     token: bytes = field(repr=False)
+    wants_token_ids: bool = False  # With what is committed: the daemon publishes events.
 
 
 class Namespace:

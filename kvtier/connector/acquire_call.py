@@ -28,11 +28,13 @@ class AcquireCall:
         prompt: Sequence[bytes],
         attempt: Attempt,
         failed: frozenset[bytes],
+        request_id: str = "",
     ) -> None:
         self._desk = desk
         self._namespace = namespace
         self._prompt = prompt
         self._attempt = attempt
+        self._request_id = request_id
         self._failed = failed  # Hashes whose load failed lately.
 
     def __call__(self) -> LeaseLike | None:
@@ -58,6 +60,7 @@ class AcquireCall:
             lease_seconds=self._desk.settings.lease_seconds,
             wait_seconds=self._left_seconds(),
             skip_count=self._attempt.skip_count,
+            request_id=self._request_id,
         )
 
     def _acquire_more(self, hashes: Sequence[bytes], lease: LeaseLike) -> LeaseLike:

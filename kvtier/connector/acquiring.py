@@ -72,7 +72,9 @@ class Acquirer:
         desk = self._desk
         attempt = Attempt(request.local_block_count, self._known.learned_count, wait_until)
         failed = self.failed.current(now=now)
-        call = AcquireCall(desk, desk.namespace, request.prompt, attempt, failed)
+        call = AcquireCall(
+            desk, desk.namespace, request.prompt, attempt, failed, request.request_id
+        )
         life = desk.life
 
         def on_answer(answer: LeaseLike | KVTierError | None) -> None:

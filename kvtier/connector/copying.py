@@ -13,7 +13,7 @@ from typing import Protocol
 from kvtier.checksum import shard_checksum
 from kvtier.clock import Clock
 from kvtier.connector.client_api import ArenaLike, SlotView
-from kvtier.connector.jobs import FailReason, Job, JobResult, OffloadJob, OnboardJob
+from kvtier.connector.jobs import FailReason, Job, JobResult, OffloadJob, OnboardJob, facts_of
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.sharding import Place
 from kvtier.errors import KVTierError
@@ -181,7 +181,7 @@ class BlockMover:
             except KVTierError as error:
                 progress.fail(FailReason.STALE, f"{type(error).__name__}: {error}")
             except Exception as error:  # The engine's copier: its failure must end this job alone.
-                log.exception("copy failed", extra={"job_id": job.job_id})
+                log.exception("copy failed", extra=facts_of(job))
                 progress.fail(FailReason.COPY, f"{type(error).__name__}: {error}")
             finally:
                 self._gate.leave(job)

@@ -50,6 +50,11 @@ class OffloadJob:
 Job = OnboardJob | OffloadJob
 
 
+def facts_of(job: Job) -> dict[str, object]:
+    """Of a line about it."""
+    return {"job_id": job.job_id, "request": job.request_id}
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's jobs, all of one namespace. Every worker of the engine gets the same plan."""

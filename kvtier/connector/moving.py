@@ -126,6 +126,8 @@ class MovingBlocks:
         hashes, slots = [b.block_hash for b in batch], [b.slot for b in batch]
         sums = [b.checksum for b in batch if b.checksum is not None]
         parent = batch[0].parent
+        state = footing.namespace.state
+        describes = state is not None and state.wants_token_ids
 
         def call() -> list[CommitOutcome]:
             return desk.client.commit(
@@ -136,6 +138,7 @@ class MovingBlocks:
                 session=footing.session,
                 epoch=footing.epoch,
                 checksums=sums if len(sums) == len(batch) else None,
+                token_ids=tokens_of(batch) if describes else (),
             )
 
         def on_answer(answer: list[CommitOutcome] | KVTierError) -> None:
@@ -193,3 +196,14 @@ class MovingBlocks:
                 orphans.extend(self._waiting.pop(block.block_hash, ()))
         if orphans:
             self._commit_ready(orphans)
+
+
+def tokens_of(batch: Sequence[MovingBlock]) -> list[int]:
+    """Of all these blocks, or of none."""
+    found: list[int] = []
+    for block in batch:
+        ask = block.flight.request.tokens_of
+        if ask is None:
+            return []
+        found.extend(ask(block.index))
+    return found

@@ -165,7 +165,7 @@ class Offloader:
         for index, slot in run:
             block_hash = chain[index]
             parent = chain[index - 1] if index else None
-            block = MovingBlock(block_hash, parent, slot, flight)
+            block = MovingBlock(block_hash, parent, slot, flight, index)
             self.moving.add(block)
             flight.blocks.append(block)
         settings = desk.settings
@@ -201,7 +201,7 @@ class Offloader:
         def call() -> PrefixMatch | None:
             if request.residency is not Residency.ASKED:
                 return None  # An acquire has answered meanwhile.
-            return desk.client.match(namespace, hashes)
+            return desk.client.match(namespace, hashes, request_id=request.request_id)
 
         def on_answer(answer: PrefixMatch | KVTierError | None) -> None:
             if life != desk.life or request.residency is not Residency.ASKED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
@@ -12,6 +12,10 @@ from kvtier.connector.client_api import LeaseLike
 from kvtier.connector.jobs import FailReason, JobResult, OffloadJob, OnboardJob
 from kvtier.connector.stock import Footing
 from kvtier.types import TierName
+
+# Token ids of block i of a request's chain. Called from the control thread, after the block's hash
+# exists; whoever gives it vouches that its tokens alone make the hash.
+TokensOf = Callable[[int], Sequence[int]]
 
 
 class OnboardPhase(Enum):
@@ -53,6 +57,7 @@ class Request:
 
     request_id: str
     prompt: Sequence[bytes]
+    tokens_of: TokensOf | None = None
     number: int = field(default_factory=count().__next__)  # Those who came first have less.
     phase: OnboardPhase = OnboardPhase.WAITING
     first_attempt_at: float | None = None
@@ -121,6 +126,7 @@ class MovingBlock:
     parent: bytes | None
     slot: int
     flight: OffloadFlight
+    index: int  # In the request's chain.
     phase: BlockPhase = BlockPhase.COPYING
     checksum: int | None = None
 

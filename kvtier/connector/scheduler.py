@@ -23,7 +23,7 @@ from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
 from kvtier.connector.offloading import Offloader
 from kvtier.connector.onboarding import Onboarder
 from kvtier.connector.promises import Promises
-from kvtier.connector.requests import OnboardFlight, Request
+from kvtier.connector.requests import OnboardFlight, Request, TokensOf
 from kvtier.connector.residency import KnownResident
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stats import ConnectorStats
@@ -96,15 +96,19 @@ class SchedulerConnector:
         client.set_recall_handler(self._on_recall)
 
     @_hook(without=_nothing)
-    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
+    def on_new_request(
+        self, request_id: str, hashes: Sequence[bytes], tokens_of: TokensOf | None = None
+    ) -> None:
         """A request arrived. `hashes`: of all full blocks of its prompt. Starts the match.
 
-        A `Head` is kept as it is, anything else is copied.
+        A `Head` is kept as it is, anything else is copied. `tokens_of` describes blocks to who
+        reads the daemon's events, if the daemon asks for it.
         """
         self._offloader.tend()
         if request_id in self._requests:
             return  # Told twice, or the id of one that is not released yet: no kvtier for it.
-        request = Request(request_id, hashes if isinstance(hashes, Head) else tuple(hashes))
+        prompt = hashes if isinstance(hashes, Head) else tuple(hashes)
+        request = Request(request_id, prompt, tokens_of)
         self._requests[request_id] = request
         if request.prompt:
             self._offloader.ask_match(request)

@@ -25,7 +25,7 @@ from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import ArenaLike, SlotView
 from kvtier.connector.copying import REFUSALS, ByteChecks, CopyProgress, Gate
-from kvtier.connector.jobs import FailReason, Job, OffloadJob, OnboardJob
+from kvtier.connector.jobs import FailReason, Job, OffloadJob, OnboardJob, facts_of
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stream_lane import StreamLane
 from kvtier.cuda.copy_submit import KernelCopies
@@ -266,7 +266,7 @@ class StreamMover:
         except KVTierError as error:
             progress.fail(FailReason.STALE, f"{type(error).__name__}: {error}")
         except Exception as error:  # Must end this job alone.
-            log.exception("copy failed", extra={"job_id": job.job_id})
+            log.exception("copy failed", extra=facts_of(job))
             progress.fail(FailReason.COPY, f"{type(error).__name__}: {error}")
         finally:
             self._gate.leave(job)

@@ -28,7 +28,7 @@ from kvtier.core.retiring import Retiring
 from kvtier.core.runs import runs_of
 from kvtier.core.settings import LowerSettings
 from kvtier.core.write_budget import WriteBudget
-from kvtier.types import BlockHash, NamespaceId, TierName
+from kvtier.types import BlockHash, NamespaceId, RemovedFor, TierName
 
 # What waits is bounded: the oldest gives way, and may ask again at its next use.
 _WAITING_MAX = 1 << 16
@@ -312,7 +312,8 @@ class Demotions:
         if len(corrupt):
             found.append(ins.WriteGone(event.namespace, tier.slots_of(corrupt)))
         if hashes:
-            found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
+            namespace, reason = event.namespace, RemovedFor.CORRUPT
+            found.append(ins.BlocksRemoved(namespace, TierName.DRAM, hashes, reason))
         refused = alive & (rows != NOBODY) & (event.outcomes == ev.TransferOutcome.REFUSED)
         if refused.any():
             self._not_before = now + self._settings.refused_seconds

@@ -21,6 +21,8 @@ from kvtier.types import (
     EngineId,
     LeaseId,
     NamespaceId,
+    PackedHashes,
+    RemovedFor,
     SessionId,
     SlabId,
     SlabSetId,
@@ -322,16 +324,30 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksTakenIn:
+    """Blocks of a former life that have their copy in this tier: those of `hashes` where `kept`."""
+
+    namespace: NamespaceId
+    tier: TierName
+    hashes: PackedHashes
+    kept: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRemoved:
+    """What has a replica in another tier stays resident there."""
+
     namespace: NamespaceId
     tier: TierName
     hashes: Sequence[BlockHash]
+    reason: RemovedFor
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceCleared:
     namespace: NamespaceId
     epoch: int
+    voided_count: int = 0
 
 
 Instruction = (
@@ -356,6 +372,7 @@ Instruction = (
     | RecallSlots
     | Continue
     | BlocksStored
+    | BlocksTakenIn
     | BlocksRemoved
     | NamespaceCleared
 )

@@ -22,7 +22,7 @@ from kvtier.core.index import IN_CALL, NOBODY, LowerColumns, PrefixIndex, RowFla
 from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.segments import Group, Mask, SegmentBook, Slots, by_segment
-from kvtier.types import BlockHash, NamespaceId, PackedHashes, TierName
+from kvtier.types import BlockHash, NamespaceId, PackedHashes, RemovedFor, TierName
 
 # Blocks taken in between two turns of the event loop: about 2 ms.
 RECOVERED_SLICE_BLOCKS = 2048
@@ -106,6 +106,10 @@ class LowerTier:
         lost = slots[~kept & valid]
         self.dropped_count += len(lost)
         found = self.forget_slots(lost.tolist())
+        if kept.any():
+            size = residency.facts.hash_bytes
+            mine = PackedHashes(event.packed[start * size : stop * size], size)
+            found.append(ins.BlocksTakenIn(event.namespace, self.tier, mine, kept))
         if stop < count:
             own_count = event.own_count
             if own_count is not None:
@@ -291,7 +295,9 @@ class LowerTier:
         self._name(residency, rows, slots)
         return self.forget_slots(left)
 
-    def lose(self, residency: Residency, slots: Sequence[int]) -> list[ins.Instruction]:
+    def lose(
+        self, residency: Residency, slots: Sequence[int], reason: RemovedFor
+    ) -> list[ins.Instruction]:
         """The blocks in these READY slots lose their copies."""
         hashes: list[BlockHash] = []
         for slot in slots:
@@ -306,7 +312,7 @@ class LowerTier:
                 self.columns(residency.index).slot[row] = NOBODY
         found = self.forget_slots(slots)
         if hashes:
-            found.append(ins.BlocksRemoved(residency.facts.namespace, self.tier, hashes))
+            found.append(ins.BlocksRemoved(residency.facts.namespace, self.tier, hashes, reason))
         return found
 
     def lose_some(self) -> list[ins.Instruction] | None:
@@ -319,7 +325,7 @@ class LowerTier:
                 residency = self.residency_of(life.fingerprint)
                 if residency is None:
                     return self.forget_slots(slots)
-                return self.lose(residency, slots)
+                return self.lose(residency, slots, RemovedFor.TIER_OFF)
         return None
 
     def forget_slots(self, slots: Sequence[int]) -> list[ins.Instruction]:

@@ -20,6 +20,8 @@ from kvtier.core.committing import Committing
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
+from kvtier.core.listing import Listing, list_rows
+from kvtier.core.locating import Locator
 from kvtier.core.promotions import Promotions
 from kvtier.core.residency import NamespaceFacts, Residency
 from kvtier.core.settings import ManagerConfig
@@ -38,6 +40,7 @@ from kvtier.types import (
     NamespaceId,
     PackedHashes,
     PrefixMatch,
+    RemovedFor,
     SessionId,
     TierName,
 )
@@ -68,6 +71,7 @@ class BlockManager:
         self._committing = Committing(
             self._namespaces, self._engines, self._shares, self._ladder, config
         )
+        self.locator = Locator(self._namespaces)
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
             ev.SlabPopulated: self._shares.on_slab_populated,
@@ -131,6 +135,10 @@ class BlockManager:
             counts.update(zip(self._ladder.tiers, numbers[1:], strict=True))
         tiers = tuple((tier, number) for tier, number in counts.items() if number)
         return PrefixMatch(count, memory_count, tiers)
+
+    def listing(self, namespace: NamespaceId, row_first: int) -> Listing:
+        """The resident blocks in a page of rows."""
+        return list_rows(self._residency(namespace), row_first)
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return self._residency(namespace).epoch
@@ -203,7 +211,7 @@ class BlockManager:
         self._ladder.clear(residency.facts.fingerprint)
         voided_count = residency.clear(event.epoch)
         return [
-            ins.NamespaceCleared(event.namespace, event.epoch),
+            ins.NamespaceCleared(event.namespace, event.epoch, voided_count),
             ins.Cleared(event.namespace, event.epoch, voided_count),
             ins.Continue(ev.SweepVoid()),
         ]
@@ -293,7 +301,7 @@ class BlockManager:
         part = event.hashes[start:resident_count]
         count, lost = residency.evict_prefix(part)
         evicted_count = event.evicted_count + count
-        found = self._forget(residency, lost)
+        found = self._forget(residency, lost, RemovedFor.EVICT)
         if part and count == len(part) and start:
             rest = replace(event, left_count=start, evicted_count=evicted_count)
             return [*found, ins.Continue(rest)]
@@ -331,7 +339,7 @@ class BlockManager:
         hashes = residency.void_places(places)
         return [
             ins.WriteGone(event.namespace, event.slots),
-            *_removed(event.namespace, TierName.DRAM, hashes),
+            *_removed(event.namespace, TierName.DRAM, hashes, RemovedFor.CORRUPT),
             ins.Continue(ev.SweepVoid()),
         ]
 
@@ -342,7 +350,8 @@ class BlockManager:
         for residency in self._namespaces.values():
             if residency.sweep_pending:
                 lost = residency.sweep(self._config.swept_slice_blocks)
-                return [*self._forget(residency, lost), ins.Continue(event)]
+                gone = self._forget(residency, lost, RemovedFor.PARENT)
+                return [*gone, ins.Continue(event)]
         found = self._ladder.forget_some(now)
         if found is not None:
             return [*found, ins.Continue(event)]
@@ -414,15 +423,17 @@ class BlockManager:
 
     # --------------------------------------------------------------------------------- helpers
 
-    def _forget(self, residency: Residency, lost: Lost) -> list[ins.Instruction]:
+    def _forget(
+        self, residency: Residency, lost: Lost, reason: RemovedFor
+    ) -> list[ins.Instruction]:
         namespace = residency.facts.namespace
         return [
             *self._ladder.forget(lost),
-            *_removed(namespace, TierName.DRAM, lost.from_memory),
+            *_removed(namespace, TierName.DRAM, lost.from_memory, reason),
             *(
                 one
                 for tier, hashes in lost.from_lower.items()
-                for one in _removed(namespace, tier, hashes)
+                for one in _removed(namespace, tier, hashes, reason)
             ),
         ]
 
@@ -452,6 +463,6 @@ __all__ = ["BlockManager", "ManagerConfig"]
 
 
 def _removed(
-    namespace: NamespaceId, tier: TierName, hashes: list[BlockHash]
+    namespace: NamespaceId, tier: TierName, hashes: list[BlockHash], reason: RemovedFor
 ) -> list[ins.Instruction]:
-    return [ins.BlocksRemoved(namespace, tier, hashes)] if hashes else []
+    return [ins.BlocksRemoved(namespace, tier, hashes, reason)] if hashes else []

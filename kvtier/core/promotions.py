@@ -30,7 +30,12 @@ from kvtier.core.runs import runs_of
 from kvtier.core.segments import Slots
 from kvtier.core.shares import Shares
 from kvtier.core.tiers import DAEMON_OWNER
-from kvtier.types import Cut, NamespaceId, SessionId, TierName
+from kvtier.types import Cut, NamespaceId, RemovedFor, SessionId, TierName
+
+_LOST_FOR = {
+    ev.TransferOutcome.CORRUPT: RemovedFor.CORRUPT,
+    ev.TransferOutcome.FAILED: RemovedFor.READ_FAILED,
+}
 
 
 class Want(IntEnum):
@@ -340,11 +345,10 @@ class Promotions:
             self._abort(queue, residency, places[~done], event.lower_slots[~done])
             found.append(ins.WriteGone(event.namespace, event.slots[~done]))
         lower.book.unpin(event.lower_slots)
-        bad = (event.outcomes == ev.TransferOutcome.CORRUPT) | (
-            event.outcomes == ev.TransferOutcome.FAILED
-        )
-        lost = [slot for slot in event.lower_slots[bad].tolist() if lower.book.is_ready(slot)]
-        found.extend(lower.lose(residency, lost))
+        for outcome, reason in _LOST_FOR.items():
+            bad = event.lower_slots[event.outcomes == outcome].tolist()
+            lost = [slot for slot in bad if lower.book.is_ready(slot)]
+            found.extend(lower.lose(residency, lost, reason))
         queue.rung.demotions.retiring.note_unblocked()
         return found
 

@@ -20,6 +20,7 @@ from kvtier.core.index import NOBODY, RowFlag, Rows
 from kvtier.core.lower_tier import LowerTier
 from kvtier.core.residency import Residency
 from kvtier.layout import SegmentHeader
+from kvtier.types import RemovedFor
 
 _EMPTIED_SLICE_BLOCKS = 256
 
@@ -167,7 +168,7 @@ class Retiring:
         residency = self._lower.residency_of(life.fingerprint)
         if residency is None:
             return self._lower.forget_slots(slots)
-        return self._lower.lose(residency, slots)
+        return self._lower.lose(residency, slots, RemovedFor.SEGMENT)
 
     def _end(self) -> None:
         self._life = None

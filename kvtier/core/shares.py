@@ -7,7 +7,7 @@ fair share. Slots are given to an engine only from sets that its workers have ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,15 @@ from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.slabs import SlabLedger, SlabSet
 from kvtier.core.tiers import Watermarks
-from kvtier.types import EngineId, NamespaceId, SessionId, SlabSetId, TierName
+from kvtier.types import (
+    BlockHash,
+    EngineId,
+    NamespaceId,
+    RemovedFor,
+    SessionId,
+    SlabSetId,
+    TierName,
+)
 
 
 class Shares:
@@ -110,7 +118,9 @@ class Shares:
             one.voided_count = min(one.slot_count, start + self._config.slice_blocks)
             places = residency.tier.allocator.places_of_set(one.slab_set)
             hashes = residency.void_places(places[start : one.voided_count])
-            return [ins.BlocksRemoved(one.namespace, TierName.DRAM, hashes)] if hashes else []
+            if not hashes:
+                return []
+            return [ins.BlocksRemoved(one.namespace, TierName.DRAM, hashes, RemovedFor.SLAB)]
         return None
 
     def forget_mappings(self) -> None:
@@ -177,7 +187,7 @@ class Shares:
             missing = min(wanted - free_count, self._config.evict_slice_blocks)
             hashes = residency.evict(missing)
             if hashes:
-                found.append(ins.BlocksRemoved(event.namespace, TierName.DRAM, hashes))
+                found.append(_made_room(residency, hashes))
             if len(hashes) == self._config.evict_slice_blocks:
                 return [*found, ins.Continue(event)]
             found.extend(self._rebalance(residency, now))
@@ -207,7 +217,7 @@ class Shares:
             missing = count - tier.allocator.free_count_in(usable)
             hashes = residency.evict(missing) if missing > 0 else []
             if hashes:
-                found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
+                found.append(_made_room(residency, hashes))
         free_count = tier.allocator.free_count_in(usable)
         near = self._near(residency, node)
         return tier.reserve(min(count, free_count), DAEMON_SESSION, usable, near), found
@@ -240,7 +250,7 @@ class Shares:
             )
             hashes = residency.evict(min(count, self._config.evict_slice_blocks))
             if hashes:
-                found.append(ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes))
+                found.append(_made_room(residency, hashes))
         return found
 
     # --------------------------------------------------------------------------------- helpers
@@ -396,3 +406,7 @@ class Shares:
             if owner > DAEMON_SESSION
         )
         return [*found, ins.Continue(ev.SweepVoid())]
+
+
+def _made_room(residency: Residency, hashes: Sequence[BlockHash]) -> ins.Instruction:
+    return ins.BlocksRemoved(residency.facts.namespace, TierName.DRAM, hashes, RemovedFor.ROOM)

@@ -6,7 +6,7 @@ simply computes everything that its own cache does not have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,8 +22,14 @@ class SchedulerSide(Protocol):
         """Whether copies or their publication are still under way."""
         ...
 
-    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """A request has arrived; the hashes are those of its full blocks."""
+    def on_new_request(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens_of: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        """A request has arrived; the hashes are those of its full blocks, whose tokens `tokens_of`
+        tells by block."""
         ...
 
     def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:

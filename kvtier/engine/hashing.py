@@ -52,15 +52,20 @@ class HashChain:
 
     def __init__(self, *, seed: str, block_tokens: int, cache_salt: str | None = None) -> None:
         self._root = root_hash(seed)
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._first_extra: CborValue = None if cache_salt is None else [["cache_salt", cache_salt]]
         self.hashes: list[BlockHash] = []
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens alone make the hashes."""
+        return self._first_extra is None
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the blocks that have become full; `token_ids` are all tokens from the first on."""
-        while (len(self.hashes) + 1) * self._block_tokens <= len(token_ids):
-            start = len(self.hashes) * self._block_tokens
-            tokens = token_ids[start : start + self._block_tokens]
+        while (len(self.hashes) + 1) * self.block_tokens <= len(token_ids):
+            start = len(self.hashes) * self.block_tokens
+            tokens = token_ids[start : start + self.block_tokens]
             if self.hashes:
                 self.hashes.append(block_hash(self.hashes[-1], tokens))
             else:

@@ -94,6 +94,11 @@ class Request:
         """Block hashes of all full blocks of `token_ids`."""
         return self.chain.hashes
 
+    def tokens_of(self, block: int) -> list[int]:
+        """Token ids of one full block."""
+        count = self.chain.block_tokens
+        return self.token_ids[block * count : (block + 1) * count]
+
     @property
     def generated_ids(self) -> list[int]:
         """The tokens after the prompt."""

@@ -91,7 +91,8 @@ class Scheduler:
         if self._connector is not None:
             # Not the block of the last token: it is computed here in any case.
             reusable = request.hashes[: self._reusable_count(request)]
-            self._connector.on_new_request(request.request_id, reusable)
+            tokens_of = request.tokens_of if request.chain.is_plain else None
+            self._connector.on_new_request(request.request_id, reusable, tokens_of)
 
     def schedule(self) -> list[ScheduledTokens]:
         """The next step's work; empty when all requests wait."""

@@ -10,9 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvtier.checksum import begin_shard_checksum
 from kvtier.memory import Bytes
 
 PIECE_BYTES_MAX = 256 << 10  # About 25 µs with the GIL held.
+# Copied and then summed: the piece is in the core's own cache for the second step, and its source
+# has room beside it. Smaller ones cost more calls, larger ones are fetched from memory twice.
+_SUMMED_BYTES = 256 << 10
 
 
 def copy_batch(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
@@ -23,6 +27,30 @@ def copy_batch(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
         assert target.shape == source.shape, "a copy between unequal lengths"
     for target, source in pairs:
         np.copyto(target, source)
+
+
+def copy_summed(targets: Sequence[Bytes], sources: Sequence[Bytes], sum_bytes: int) -> list[int]:
+    """As `copy_batch`; the xxh3-64 of the first `sum_bytes` of each target, as they arrived.
+
+    One pass over the memory: the sum costs about a tenth of the copy instead of half.
+    """
+    pairs = list(zip(targets, sources, strict=True))
+    for target, source in pairs:
+        assert target.shape == source.shape, "a copy between unequal lengths"
+        assert 0 < sum_bytes <= target.nbytes, "a sum of bytes that are not copied"
+    return [_copy_one_summed(target, source, sum_bytes) for target, source in pairs]
+
+
+def _copy_one_summed(target: Bytes, source: Bytes, sum_bytes: int) -> int:
+    shard_sum = begin_shard_checksum()
+    for first in range(0, sum_bytes, _SUMMED_BYTES):
+        end = min(first + _SUMMED_BYTES, sum_bytes)
+        piece = target[first:end]
+        np.copyto(piece, source[first:end])
+        shard_sum.update(piece.data)
+    if sum_bytes < target.nbytes:
+        np.copyto(target[sum_bytes:], source[sum_bytes:])
+    return shard_sum.intdigest()
 
 
 def write_piece(shards: Sequence[Bytes], first: int, piece: bytes | memoryview) -> None:

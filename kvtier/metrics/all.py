@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtier.metrics.blocks import BlockMetrics
 from kvtier.metrics.calls import CallMetrics
 from kvtier.metrics.cxl import CxlMetrics
+from kvtier.metrics.events import EventMetrics
 from kvtier.metrics.nvme import NvmeMetrics
 from kvtier.metrics.registry import Registry, text_of
 from kvtier.metrics.remote import RemoteMetrics
@@ -24,6 +25,7 @@ class Metrics:
         self.nvme = NvmeMetrics(self.registry)
         self.cxl = CxlMetrics(self.registry)
         self.remote = RemoteMetrics(self.registry)
+        self.events = EventMetrics(self.registry)
         self.watch_lost_events = self.calls.watch_lost_events
 
     def text(self) -> bytes:

@@ -21,6 +21,8 @@ METHODS = [
     "Clear",
     "Drain",
     "Check",
+    "Explain",
+    "List",
     "Stats",
     "Watch",
 ]

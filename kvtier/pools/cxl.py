@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
-from kvtier.io.copy import copy_batch
+from kvtier.io.copy import copy_batch, copy_summed
 from kvtier.io.dax import DaxDevice
 from kvtier.io.throttle import EmulatedSpeed, Throttle, ThrottleStats
 from kvtier.memory import Bytes
@@ -25,6 +25,7 @@ from kvtier.pools.slabs import Slab
 from kvtier.pools.source import MemorySource, SlabSource
 
 CopyBatch = Callable[[Sequence[Bytes], Sequence[Bytes]], None]
+CopySummed = Callable[[Sequence[Bytes], Sequence[Bytes], int], list[int]]
 
 # A node without processors has few users but us; the kernel's own part is taken off already.
 RESERVE_BYTES = 16 << 20
@@ -64,7 +65,12 @@ class CxlMemory(Protocol):
 
     @property
     def copy_batch(self) -> CopyBatch:
-        """Copies to and from slots; every one that the daemon makes goes through this."""
+        """Copies to and from slots; every one that the daemon makes goes through this …"""
+        ...
+
+    @property
+    def copy_summed(self) -> CopySummed:
+        """… or through this, which sums what has arrived in the same pass."""
         ...
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
@@ -92,6 +98,7 @@ class NodeMemory:
         self.slab_bytes = slab_bytes
         self.slab_count_max = _slab_count(self.label, wanted_bytes, slab_bytes)
         self.copy_batch: CopyBatch = copy_batch
+        self.copy_summed: CopySummed = copy_summed
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
         return ClientSlab(os.dup(slab.fd), 0)
@@ -135,6 +142,7 @@ class DaxMemory:
                 raise
         self.slab_count_max = count
         self.copy_batch: CopyBatch = copy_batch
+        self.copy_summed: CopySummed = copy_summed
         self._is_single_tenant = is_single_tenant
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
@@ -165,6 +173,7 @@ class EmulatedMemory:
         self.reserve_bytes = 256 << 20  # As for DRAM, which it is.
         self._throttle = Throttle(speed, clock.now)
         self.copy_batch: CopyBatch = self._throttle.copy_batch
+        self.copy_summed: CopySummed = self._throttle.copy_summed
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
         return None

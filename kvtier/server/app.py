@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvtier.core.events import DrainStarted
 from kvtier.errors import ConfigError
 from kvtier.paths import default_socket_path
 from kvtier.server import logs
+from kvtier.server.activation import Listeners, take_passed
 from kvtier.server.build import Parts, Plan, build, plan_memory
 from kvtier.server.heap import keep_message_memory
 from kvtier.server.instance import (
@@ -36,6 +38,7 @@ from kvtier.server.instance import (
     locked,
     notify_systemd,
     raise_open_files,
+    watchdog_seconds,
 )
 from kvtier.server.nvme_paths import OpenDriver, open_file
 from kvtier.server.threads import call_soon
@@ -48,6 +51,7 @@ HOUSEKEEPING_SECONDS = 5.0
 DRAIN_POLL_SECONDS = 0.05
 GRPC_GRACE_SECONDS = 0.5
 IO_THREADS = "kvtier-io"  # How the names of drivers' threads begin.
+WATCHDOG_SHARE = 3  # Two pings may be late before the service manager misses one.
 FILES_RESERVE = 128  # Ours: libraries, epoll, slabs' table, gRPC connections of a few tools.
 
 
@@ -56,13 +60,19 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     if sys.flags.optimize:
         raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
     keep_message_memory()
-    logs.configure(config.log.format, config.log.level)
-    plan = _plan(config)
+    logs.configure(config.log.format, config.log.level, config.log.lines_max)
+    passed = take_passed(os.environ)
+    listeners = Listeners([one for one in passed if one.is_listener])
+    plan = replace(_plan(config), listeners=listeners)
     with locked(plan.state_dir):
         raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)
-        clear_way(plan.socket, socket.SOCK_SEQPACKET)
+        listeners.prepare(
+            {
+                plan.socket: socket.SOCK_SEQPACKET,
+                plan.lane_socket: socket.SOCK_STREAM,
+            }
+        )
         clear_way(plan.grpc_socket, socket.SOCK_STREAM)
-        clear_way(plan.lane_socket, socket.SOCK_STREAM)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_daemon(config, plan, open_driver))
@@ -108,12 +118,16 @@ class Daemon:
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
+            if parts.events is not None:
+                parts.events.start()
             if parts.remote is not None and parts.search is not None:
                 parts.remote.start(tasks)
                 parts.search.start(tasks)
             parts.mover.start(tasks)
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())
+            if (limit_seconds := watchdog_seconds(os.environ)) is not None:
+                tasks.create_task(self._feed_watchdog(limit_seconds))
             await parts.grpc.start()
             await parts.lane.start(tasks)
             if parts.admin is not None:
@@ -138,6 +152,8 @@ class Daemon:
         if parts.admin is not None:
             parts.admin.close()
         parts.sessions.close()
+        if parts.events is not None:
+            parts.events.close()
         parts.slabs.stop()
         parts.mover.stop()
         is_quiet = parts.remote is None or await parts.remote.close()
@@ -203,6 +219,12 @@ class Daemon:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._parts.sessions.expire_greeted()
 
+    async def _feed_watchdog(self, limit_seconds: float) -> None:
+        """From the event loop: when it hangs, the service manager ends us, and starts us again."""
+        while True:
+            notify_systemd(os.environ, "WATCHDOG=1")
+            await asyncio.sleep(limit_seconds / WATCHDOG_SHARE)
+
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             log.warning("second signal, ending at once", extra={"signal": number})
@@ -234,7 +256,7 @@ class Daemon:
     def _remove_sockets(self) -> None:
         plan = self._parts.plan
         for path in (plan.socket, plan.grpc_socket, plan.lane_socket):
-            path.unlink(missing_ok=True)
+            plan.listeners.remove(path)
 
 
 def _plan(config: Config) -> Plan:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -18,7 +19,7 @@ from kvtier.config import Config, slab_bytes_for
 from kvtier.config_values import AUTO, split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
-from kvtier.core.settings import PIN_FRACTION_MAX, LowerSettings
+from kvtier.core.settings import PIN_FRACTION_MAX
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.io.nodes import node_room_bytes
@@ -30,6 +31,7 @@ from kvtier.pools.cxl import CxlMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
 from kvtier.pools.source import memory_source
+from kvtier.server.activation import Listeners, socket_mode
 from kvtier.server.admin import AdminServer
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
@@ -38,15 +40,20 @@ from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
+from kvtier.server.explain import Explainer
+from kvtier.server.history import History
 from kvtier.server.instance import raise_open_files
+from kvtier.server.kv_events import KvEvents
 from kvtier.server.lane import LaneListener
 from kvtier.server.leasing import Leasing
+from kvtier.server.lower_settings import lower_settings
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import Namespaces, padded_stride, slot_stride
 from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.peers import PidfdWatch
+from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
 from kvtier.server.remote_report import RemoteReport
 from kvtier.server.remote_search import RemoteSearch
@@ -66,8 +73,6 @@ from kvtier.types import TierName
 BUDGET_BYTES_MAX = 64 << 30
 MESSAGE_BYTES_MAX = 4 << 20
 HUGE_BYTES = 2 << 20
-UNLIMITED_BYTES_PER_HOUR = 2.0**60
-HOURS_OF_AUTO = 24  # What nvme.write_bytes_per_hour is by itself: the whole pool once in so long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class Plan:
     slab_bytes: int
     slab_count_max: int
     page_kind: str = ""
+    listeners: Listeners = field(default_factory=Listeners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class Parts:
     search: RemoteSearch | None
     nvme: NvmeKeeper | None
     sessions: Sessions
+    events: KvEvents | None
     socket: SessionSocket
     data: DataCalls
     grpc: grpc.aio.Server
@@ -196,6 +203,7 @@ class _Builder:
             events_max=config.server.watch_events_max,
             metrics=self.base.metrics,
         )
+        self.events = self._make_events()
         self.reporter = Reporter(
             self.base,
             self.sessions,
@@ -209,7 +217,12 @@ class _Builder:
             page_kind=plan.page_kind,
         )
         self.leasing = Leasing(self.core, self.base.clock)
-        self.calls = Calls(self.base, self.tokens, calls_max=config.grpc.calls_max)
+        self.calls = Calls(
+            self.base,
+            self.tokens,
+            calls_max=config.grpc.calls_max,
+            slow_call_seconds=config.log.slow_call_seconds,
+        )
         self.data = DataCalls(
             self.base,
             self.mover,
@@ -218,6 +231,13 @@ class _Builder:
             puts_max=config.server.puts_max,
             lease_seconds_max=config.lease.seconds_max,
         )
+
+    def _make_events(self) -> KvEvents | None:
+        config = self.config.kv_events
+        if not config.is_set:
+            return None
+        self.watch.wants_token_ids = config.token_ids
+        return KvEvents(config, self.base, self.watch.tokens_of, asyncio.get_running_loop())
 
     def _make_lower(self, lower: _Lower, epochs: EpochStore) -> None:
         """The keepers of the tiers below memory that there are."""
@@ -241,7 +261,7 @@ class _Builder:
             return parts
         except BaseException:
             for path in self._bound:  # A refused start leaves nothing behind.
-                path.unlink(missing_ok=True)
+                self.plan.listeners.remove(path)
             raise
 
     def _build(self) -> Parts:
@@ -251,10 +271,11 @@ class _Builder:
         handlers = self._handlers()
         server, tcp_address = self._server(handlers)
         lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)
-        lane.listen(self.plan.lane_socket)
+        listeners = self.plan.listeners
+        lane.listen(listeners.take(self.plan.lane_socket, socket.SOCK_STREAM))
         self._bound.append(self.plan.lane_socket)
         session_socket = self._session_socket()
-        session_socket.listen(self.plan.socket)
+        session_socket.listen(listeners.take(self.plan.socket, socket.SOCK_SEQPACKET))
         self._bound.append(self.plan.socket)
         address = self.config.admin.address
         admin = None
@@ -272,6 +293,7 @@ class _Builder:
             search=self.search,
             nvme=self.nvme,
             sessions=self.sessions,
+            events=self.events,
             socket=session_socket,
             data=self.data,
             grpc=server,
@@ -297,9 +319,16 @@ class _Builder:
             ins.AcknowledgeQuiet: sessions.on_acknowledge_quiet,
             ins.RecallSlots: sessions.on_recall_slots,
             ins.BlocksStored: watch.on_stored,
-            ins.BlocksRemoved: watch.on_removed,
-            ins.NamespaceCleared: watch.on_cleared,
+            ins.BlocksTakenIn: lambda _: None,  # Watchers ask for what they want to know.
         }
+        effects |= remembering_effects(self.base, watch)
+        if self.events is not None:
+            effects |= {
+                ins.BlocksStored: _both(watch.on_stored, self.events.on_stored),
+                ins.BlocksTakenIn: self.events.on_taken_in,
+                ins.BlocksRemoved: _both(effects[ins.BlocksRemoved], self.events.on_removed),
+                ins.NamespaceCleared: _both(effects[ins.NamespaceCleared], self.events.on_cleared),
+            }
         return effects | self._lower_effects()
 
     def _lower_effects(self) -> dict[type, Callable[..., None]]:
@@ -328,6 +357,7 @@ class _Builder:
             hello_seconds=self.config.server.hello_seconds,
             lease_seconds_max=lease.seconds_max,
             lease_margin_seconds=lease.margin_seconds,
+            wants_token_ids=self.watch.wants_token_ids,
         )
         return SessionSocket(facts, self.base, self.sessions)
 
@@ -344,7 +374,12 @@ class _Builder:
         engines.add_to(handlers)
         self.data.add_to(handlers)
         administration = AdminCalls(
-            self.base, self.reporter, self.leasing, self._check_shell, self.remote
+            self.base,
+            self.reporter,
+            Explainer(self.base, self.sessions, self._tier_states),
+            self.leasing,
+            self._check_shell,
+            self.remote,
         )
         administration.add_to(handlers)
         return handlers
@@ -358,17 +393,27 @@ class _Builder:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        umask = os.umask(0o117)  # 0660 from the first moment on.
-        try:
+        with socket_mode():
             _add_port(server, f"unix:{self.plan.grpc_socket}", "server.socket")
-        finally:
-            os.umask(umask)
         self._bound.append(self.plan.grpc_socket)
         tcp = self.config.grpc.tcp
         if tcp == "off":
             return server, ""
         port = _add_port(server, tcp, "grpc.tcp")
         return server, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+
+    def _tier_states(self) -> list[tuple[str, str]]:
+        """For people who ask why a block is not there."""
+        remote = "absent"
+        if self.remote is not None:
+            engine = self.remote.parts.engine
+            remote = f"read {engine.reading_state}, write {engine.writing_state}"
+        return [
+            (TierName.DRAM, self.plan.page_kind),
+            (TierName.CXL, "absent" if self.cxl is None else self.cxl.state),
+            (TierName.NVME, "absent" if self.nvme is None else self.nvme.state),
+            (TierName.REMOTE, remote),
+        ]
 
     def _check_shell(self) -> list[str]:
         return [
@@ -413,7 +458,7 @@ def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | Non
         count_max=config.server.namespaces_max,
         stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
-    return Base(core, namespaces, clock, metrics)
+    return Base(core, namespaces, clock, metrics, History(budget_bytes=config.log.history_bytes))
 
 
 def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManager:
@@ -428,35 +473,18 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,
             leases_per_session_max=lease.per_session_max,
-            lower=_lower_settings(config, paths),
+            lower=lower_settings(config, paths),
         ),
         make_policy=LruPolicy,
     )
 
 
-def _lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, LowerSettings]:
-    """The tiers below memory, the fastest first."""
-    found: dict[TierName, LowerSettings] = {}
-    if config.cxl.is_set:
-        # Memory does not wear: whatever has its checksum is copied at once.
-        found[TierName.CXL] = LowerSettings(write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR)
-    found[TierName.NVME] = _nvme_settings(config, paths)
-    if config.remote.is_set:
-        given = config.remote.write_bytes_per_hour
-        found[TierName.REMOTE] = LowerSettings(
-            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR if given == AUTO else given,
-            copies_unused=False,
-        )
-    return found
+def _both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
+    def effect(instruction: Any) -> None:
+        one(instruction)
+        other(instruction)
 
-
-def _nvme_settings(config: Config, paths: NvmePaths | None) -> LowerSettings:
-    if paths is None:
-        return LowerSettings()
-    given = config.nvme.write_bytes_per_hour
-    return LowerSettings(
-        write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given
-    )
+    return effect
 
 
 def _add_port(server: grpc.aio.Server, address: str, option: str) -> int:

@@ -7,6 +7,7 @@ the core loop, which ends the daemon.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -14,16 +15,22 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.errors import BadRequest, KVTierError, LimitExceeded
+from kvtier.errors import BadRequest, KVTierError, LimitExceeded, UnknownNamespace
 from kvtier.lane import LANE_CALLS, pack
 from kvtier.metrics.labels import OUTCOMES
+from kvtier.server import logs
 from kvtier.server.base import Base
 from kvtier.server.lane import Answer, refusal
 from kvtier.server.security import ACCESS, Access, Caller, Tokens
+from kvtier.server.slow_calls import SlowCalls
 from kvtier.server.wire import status_of
+from kvtier.types import REQUEST_ID_CHARS_MAX
 from kvtier.v1 import kvtier_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 SERVICE = "kvtier.v1.KVTier"
+_NAMED = frozenset({"Match", "Acquire"})  # Calls that may name the engine's request.
 
 M = TypeVar("M", bound=Message)
 if TYPE_CHECKING:
@@ -52,11 +59,19 @@ class Handlers:
 class Calls:
     """Wraps handlers; counts calls under way."""
 
-    def __init__(self, base: Base, tokens: Tokens, *, calls_max: int) -> None:
+    def __init__(
+        self,
+        base: Base,
+        tokens: Tokens,
+        *,
+        calls_max: int,
+        slow_call_seconds: float = float("inf"),
+    ) -> None:
         self._core = base.core
         self._tokens = tokens
         self._clock = base.clock
         self._metrics = base.metrics
+        self._slow = SlowCalls(base, slow_call_seconds)
         self.calls_max = calls_max
         self.active_count = 0
 
@@ -119,16 +134,26 @@ class Calls:
         """Admit and run one call, and count it."""
         started = self._clock.now()
         outcome = "ok"
+        caller: Caller | None = None
         self.active_count += 1
+        mark = logs.request_id.set(_request_id_of(request)) if name in _NAMED else None
         try:
             caller = self._admit(request, ACCESS[name], started)
             return await handler(request, caller)
         except BaseException as error:
             outcome = _outcome_of(error)
+            # An unknown namespace is how clients notice that the daemon is a new one.
+            if isinstance(error, KVTierError) and not isinstance(error, UnknownNamespace):
+                log.info("call refused", extra=_refusal_facts(name, caller, error))
             raise
         finally:
             self.active_count -= 1
-            self._metrics.calls.note_call(name, outcome, self._clock.now() - started)
+            seconds = self._clock.now() - started
+            self._metrics.calls.note_call(name, outcome, seconds)
+            if seconds > self._slow.seconds_max:
+                self._slow.note(name, request, caller, outcome, seconds)
+            if mark is not None:
+                logs.request_id.reset(mark)
 
     def _streaming(self, name: str, handler: Streaming) -> Callable[..., Awaitable[None]]:
         async def respond(request: Message, caller: Caller | None, send: Send) -> Message:
@@ -163,6 +188,8 @@ class Calls:
             raise LimitExceeded(f"{self.calls_max} calls are under way (grpc.calls_max)")
         if access is Access.ANYONE:
             return None
+        if len(getattr(request, "request_id", "")) > REQUEST_ID_CHARS_MAX:
+            raise BadRequest(f"request_id is too long: at most {REQUEST_ID_CHARS_MAX} characters")
         token: bytes = request.token  # type: ignore[attr-defined]  # Every request has one.
         return self._tokens.caller(token, access, now=now)
 
@@ -180,6 +207,16 @@ class Calls:
 
 
 _OUR_MISTAKE = "the daemon found a mistake of its own"
+
+
+def _request_id_of(request: Message | _Malformed) -> str:
+    """To be logged, so cut also where the call will be refused for it."""
+    return str(getattr(request, "request_id", ""))[:REQUEST_ID_CHARS_MAX]
+
+
+def _refusal_facts(name: str, caller: Caller | None, error: KVTierError) -> dict[str, object]:
+    session = None if caller is None else caller.session
+    return {"call": name, "session": session, "error": type(error).__name__, "reason": str(error)}
 
 
 def _text_of(error: KVTierError) -> str:

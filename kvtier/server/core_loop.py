@@ -17,6 +17,8 @@ from typing import Protocol
 from kvtier.clock import Clock
 from kvtier.core.events import Event, Slots, Tick
 from kvtier.core.instructions import Continue, Instruction, LeasePending, Reply
+from kvtier.core.listing import Listing
+from kvtier.core.locating import Locator
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
 from kvtier.metrics import Metrics
@@ -36,15 +38,19 @@ class Manager(Protocol):
 
     def handle(self, event: Event, now: float) -> list[Instruction]: ...
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch: ...
+    def listing(self, namespace: NamespaceId, row_first: int) -> Listing: ...
     def namespace_epoch(self, namespace: NamespaceId) -> int: ...
     def next_deadline(self) -> float | None: ...
     def recency(self, tier: TierName) -> Slots: ...
     def stats(self) -> ManagerStats: ...
+    @property
+    def locator(self) -> Locator: ...
     def check_invariants(self) -> list[str]: ...
 
 
 Effects = Mapping[type, Callable[..., None]]
-"""Instruction class -> what the shell does about it; set once by `CoreLoop.start`."""
+"""Instruction class -> what the shell does about it; event class -> who is told that it comes. Set
+once by `CoreLoop.start`."""
 
 
 class CoreLoop:
@@ -62,9 +68,14 @@ class CoreLoop:
         self.ticked_at = clock.now()
         self.match_packed = manager.match_packed  # Bound once: the hot path.
         self.namespace_epoch = manager.namespace_epoch
+        self.listing = manager.listing
         self.recency = manager.recency
         self.stats = manager.stats
         self.check_invariants = manager.check_invariants
+
+    @property
+    def locator(self) -> Locator:
+        return self._manager.locator
 
     def start(self, tasks: asyncio.TaskGroup, effects: Effects) -> None:
         self._tasks = tasks
@@ -134,6 +145,9 @@ class CoreLoop:
         now = self._clock.now()
         reply: Reply | None = None
         rest: Event | None = None
+        tell = self._effects.get(type(event))
+        if tell is not None:
+            tell(event)
         try:
             for instruction in self._manager.handle(event, now):
                 if isinstance(instruction, Continue):

@@ -17,11 +17,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.checksum import combine_checksums
 from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
-from kvtier.io.checksum import block_checksums
 from kvtier.memory import Bytes
-from kvtier.pools.cxl import CopyBatch, CxlMemory
+from kvtier.pools.cxl import CopySummed, CxlMemory
 from kvtier.pools.cxl_slots import CxlSlots
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import Slab
@@ -167,7 +167,7 @@ class CxlKeeper:
         batch = _Batch(
             asked=asked,
             checksums=checksums,
-            payloads=[self._dram.views(slot) for slot in slots],
+            payload_bytes=self._dram.views(slots[0])[0].nbytes,
             upper=[view for slot in slots for view in self._dram.padded_views(slot)],
             lower=[
                 view
@@ -182,7 +182,7 @@ class CxlKeeper:
     def _copy(self, batch: _Batch) -> None:
         """In a thread."""
         try:
-            outcomes = batch.run(self._memory.copy_batch)
+            outcomes = batch.run(self._memory.copy_summed)
         except BaseException as error:  # noqa: BLE001  # A mistake of ours ends the daemon.
             self._in_loop(partial(self._base.core.fail, error))
             return
@@ -226,7 +226,7 @@ class _Batch:
 
     asked: Demote | Promote
     checksums: _Checksums  # What the payloads must be.
-    payloads: Sequence[Sequence[Bytes]]  # By block, in DRAM.
+    payload_bytes: int  # Of a shard; the rest of its view is padding.
     upper: Sequence[Bytes]  # All shards of all blocks with their padding, in DRAM …
     lower: Sequence[Bytes]  # … and in the tier.
     began_at: float
@@ -235,15 +235,15 @@ class _Batch:
     def direction(self) -> str:
         return "demote" if isinstance(self.asked, Demote) else "promote"
 
-    def run(self, copy_batch: CopyBatch) -> _Outcomes:
-        """Copy, and compare in DRAM, the faster memory: before going down, after coming up."""
+    def run(self, copy_summed: CopySummed) -> _Outcomes:
+        """Copy, and compare what has arrived with what it must be."""
+        targets, sources = self.lower, self.upper
         if isinstance(self.asked, Promote):
-            copy_batch(self.upper, self.lower)
-            return self._compared()
-        outcomes = self._compared()
-        copy_batch(self.lower, self.upper)
-        return outcomes
-
-    def _compared(self) -> _Outcomes:
-        right = block_checksums(self.payloads) == self.checksums
-        return np.where(right, _DONE, _CORRUPT)
+            targets, sources = sources, targets
+        sums = copy_summed(targets, sources, self.payload_bytes)
+        shard_count = len(sums) // len(self.checksums)
+        found = [
+            combine_checksums(sums[first : first + shard_count])
+            for first in range(0, len(sums), shard_count)
+        ]
+        return np.where(np.array(found, np.uint64) == self.checksums, _DONE, _CORRUPT)

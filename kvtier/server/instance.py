@@ -99,6 +99,15 @@ def notify_systemd(environment: Mapping[str, str], state: str) -> None:
             return  # Nobody listens: nothing depends on it.
 
 
+def watchdog_seconds(environment: Mapping[str, str]) -> float | None:
+    """How often the service manager wants a sign of life at least; None: it does not."""
+    meant_for = environment.get("WATCHDOG_PID", "")
+    limit_us = environment.get("WATCHDOG_USEC", "")
+    if meant_for not in ("", str(os.getpid())) or not limit_us.isdecimal() or not int(limit_us):
+        return None
+    return int(limit_us) / 1e6
+
+
 def _is_live(path: Path, kind: socket.SocketKind) -> bool:
     with socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC) as trial:
         trial.setblocking(False)

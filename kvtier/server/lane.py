@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import cast
 
 from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, REFUSED, pack
@@ -43,14 +41,8 @@ class LaneListener:
     def __len__(self) -> int:
         return len(self._connections)
 
-    def listen(self, path: Path) -> None:
-        """Bind, 0660 from the first moment on."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        umask = os.umask(0o117)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(umask)
+    def listen(self, listener: socket.socket) -> None:
+        """The socket is bound, and ours from now on."""
         self._socket = listener
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:

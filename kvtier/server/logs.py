@@ -1,11 +1,21 @@
-"""Log lines: one an event, a constant message, the values as fields."""
+"""Log lines: one an event, a constant message, the values as fields.
+
+The message is the event's name: events and their fields are declared in log_events.py, and a test
+holds the code to it. A line that is written while a call of a request is worked off says which.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
+
+LIMIT_SECONDS = 10.0
+LEFT_OUT = "lines left out"
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The engine's id of the request that the call under way is about."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -29,7 +39,8 @@ class JsonFormatter(logging.Formatter):
         fields: dict[str, object] = {
             "time": _instant(record),
             "level": record.levelname.lower(),
-            "message": record.getMessage(),
+            "event": record.getMessage(),
+            "module": record.name.removeprefix("kvtier."),
             **_fields(record),
         }
         if record.exc_info:
@@ -37,15 +48,61 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, default=str)
 
 
-def configure(form: str, level: str) -> None:
+class RequestIds(logging.Filter):
+    """Adds the request that a line is about, where the line itself does not name it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "request", None) is None and (current := request_id.get()):
+            record.request = current
+        return True
+
+
+class RateLimit(logging.Filter):
+    """Lets `lines_max` lines of one event pass in `LIMIT_SECONDS`, and tells how many it did not.
+
+    By the records' own time. What ends the daemon always passes.
+    """
+
+    def __init__(self, handler: logging.Handler, lines_max: int) -> None:
+        super().__init__()
+        self._handler = handler
+        self._lines_max = lines_max
+        self._began_at = 0.0
+        self._counts: dict[str, int] = {}  # By event, since `_began_at`.
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not 0 <= record.created - self._began_at < LIMIT_SECONDS:
+            self.tell()
+            self._began_at = record.created
+        # Events are constants: a library that makes its messages up is counted by its place.
+        event = record.msg if record.name.startswith("kvtier") else f"{record.name}:{record.lineno}"
+        count = self._counts[event] = self._counts.get(event, 0) + 1
+        return count <= self._lines_max or record.levelno >= logging.CRITICAL
+
+    def tell(self) -> None:
+        """One line for each event of which lines were left out."""
+        counts, self._counts = self._counts, {}
+        for event, count in counts.items():
+            if count > self._lines_max:
+                fields = {"of": event, "count": count - self._lines_max}
+                extra = {"name": __name__, "msg": LEFT_OUT, "levelno": logging.WARNING}
+                record = logging.makeLogRecord({**extra, "levelname": "WARNING", **fields})
+                self._handler.emit(record)
+
+
+def configure(form: str, level: str, lines_max: int = 1000) -> None:
     """Send everything to standard error in this form."""
     handler = logging.StreamHandler(sys.stderr)
+    limit = RateLimit(handler, lines_max)
+    handler.addFilter(limit)
+    handler.addFilter(RequestIds())
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # asyncio tells of things that the daemon counts itself.
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    # They tell of things that the daemon counts itself.
+    for library in ("asyncio", "grpc"):
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -43,6 +43,8 @@ ACCESS: Mapping[str, Access] = {
     "Clear": Access.ADMIN,
     "Drain": Access.ADMIN,
     "Check": Access.ADMIN,
+    "Explain": Access.ADMIN,
+    "List": Access.ADMIN,
     "Stats": Access.SESSION,
     "Watch": Access.SESSION,
 }

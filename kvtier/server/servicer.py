@@ -13,6 +13,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest
 from kvtier.server.base import Base
+from kvtier.server.call_notes import CallNotes
 from kvtier.server.calls import Handlers, Send
 from kvtier.server.leasing import Leasing
 from kvtier.server.namespaces import OpenedNamespace
@@ -74,6 +75,8 @@ class EngineCalls:
         self._leasing = leasing
         self._clock = base.clock
         self._metrics = base.metrics
+        self._history = base.history
+        self._notes = CallNotes(base)
         self._facts = facts
         self._search = search
         self._missed = base.missed
@@ -110,7 +113,7 @@ class EngineCalls:
             epoch=self._core.namespace_epoch(opened.id) if opened else 0,
         )
 
-    async def match(self, request: pb.MatchRequest, _: Caller) -> pb.MatchResponse:
+    async def match(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchResponse:
         """The hot path: no copy of the hashes, no event."""
         started_ns = self._clock.now_ns()
         packed = request.hashes
@@ -124,12 +127,14 @@ class EngineCalls:
             if self._search is not None:
                 self._search.begin(namespace.id, hashes, found.matched_count)
         self._metrics.blocks.asked.note(namespace.id, "match", count, found.tiers, reason)
+        spent_ns = self._clock.now_ns() - started_ns
+        self._notes.matched(request, caller.session, namespace, found, seconds=spent_ns / 1e9)
         return pb.MatchResponse(
             matched_count=found.matched_count,
             memory_count=found.memory_count,
             tiers=tier_counts(found.tiers),
             epoch=self._core.namespace_epoch(namespace.id),
-            daemon_us=(self._clock.now_ns() - started_ns) // 1000,
+            daemon_us=spent_ns // 1000,
         )
 
     # ---------------------------------------------------------------------------------- leases
@@ -159,7 +164,9 @@ class EngineCalls:
             )
             await self._look(event)
             granted = await self._leasing.acquire(event, tell_pending)
-        self._metrics.calls.acquire_seconds[waited].observe(self._clock.now() - now)
+        seconds = self._clock.now() - now
+        self._metrics.calls.acquire_seconds[waited].observe(seconds)
+        self._notes.acquired(request, caller.session, hashes, granted, seconds=seconds)
         if granted is None:
             self._note_acquire(namespace.id, hashes, Cut.DEADLINE, 0, ())
             await send(self._late(namespace, request))
@@ -217,6 +224,8 @@ class EngineCalls:
             reply = await self._core.run(event)
         assert isinstance(reply, ins.Committed), "Commit has one kind of reply"
         self._metrics.blocks.note_outcomes(reply.outcomes)
+        if any(reply.outcomes):
+            self._history.note_refused(namespace.id, hashes, reply.outcomes, self._clock.now())
         return pb.CommitResponse(outcomes=reply.outcomes, epoch=reply.epoch)
 
     async def abort(self, request: pb.AbortRequest, caller: Caller) -> pb.AbortResponse:

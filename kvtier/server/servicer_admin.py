@@ -1,4 +1,4 @@
-"""Administration: evict, pin, clear, drain, check; and stats for everybody."""
+"""Administration: evict, pin, clear, drain, check, explain; and stats for everybody."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvtier.core.engines import DAEMON_SESSION
 from kvtier.errors import BadRequest
 from kvtier.server.base import Base
 from kvtier.server.calls import Handlers
+from kvtier.server.explain import Explainer
 from kvtier.server.finish import finish
 from kvtier.server.leasing import PIN_WAIT_SECONDS, Leasing
 from kvtier.server.namespaces import OpenedNamespace
@@ -31,6 +32,7 @@ class AdminCalls:
         self,
         base: Base,
         reporter: Reporter,
+        explainer: Explainer,
         leasing: Leasing,
         check_pool: Callable[[], list[str]],
         remote: RemoteKeeper | None = None,
@@ -38,6 +40,7 @@ class AdminCalls:
         self._core = base.core
         self._namespaces = base.namespaces
         self._reporter = reporter
+        self._explainer = explainer
         self._leasing = leasing
         self._clock = base.clock
         self._check_pool = check_pool
@@ -50,6 +53,8 @@ class AdminCalls:
             "Clear": self.clear,
             "Drain": self.drain,
             "Check": self.check,
+            "Explain": self.explain,
+            "List": self.list_blocks,
             "Stats": self.stats,
         }
 
@@ -102,8 +107,18 @@ class AdminCalls:
             check_us=int((self._clock.now() - started) * 1e6),
         )
 
+    async def explain(self, request: pb.ExplainRequest, _: Caller) -> pb.ExplainResponse:
+        return self._explainer.explain(request)
+
+    async def list_blocks(self, request: pb.ListRequest, _: Caller) -> pb.ListResponse:
+        namespace = self._namespaces.get(request.namespace_id)
+        page = self._core.listing(namespace.id, request.row_first)
+        return pb.ListResponse(hashes=page.packed, tiers=page.tiers, row_next=page.row_next)
+
     async def stats(self, request: pb.StatsRequest, _: Caller) -> pb.StatsResponse:
-        return self._reporter.stats_response()
+        answer = self._reporter.stats_response()
+        answer.slow_calls.extend(self._explainer.slow_calls())
+        return answer
 
     async def _clear(self, namespace: OpenedNamespace) -> ins.Cleared:
         if self._remote is None:

@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
@@ -47,6 +46,7 @@ class SocketFacts:
     hello_seconds: float
     lease_seconds_max: float
     lease_margin_seconds: float
+    wants_token_ids: bool = False
 
 
 class SessionSocket:
@@ -72,15 +72,8 @@ class SessionSocket:
             "quiet": self._on_quiet,
         }
 
-    def listen(self, path: Path) -> None:
-        """Bind, 0660 from the first moment on."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        listener.setblocking(False)
-        umask = os.umask(0o117)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(umask)
+    def listen(self, listener: socket.socket) -> None:
+        """From now on connections wait until `start`. The socket is bound, and ours."""
         listener.listen(BACKLOG)
         self._listener = listener
 
@@ -241,6 +234,7 @@ class SessionSocket:
             about=asked.about,
             slot_bytes=opened.slot_bytes,
             slot_count_max=opened.slot_count_max,
+            wants_token_ids=self._facts.wants_token_ids,
         )
         # Before the offers that joining brings.
         self._sessions.send(record.id, pb.DaemonFrame(namespace_opened=answer))

@@ -67,6 +67,7 @@ class WatchHub:
         self._metrics = metrics
         self._watchers: dict[NamespaceId, list[Watcher]] = {}
         self._token_ids: dict[BlockHash, Sequence[int]] = {}
+        self.wants_token_ids = False  # Somebody else than a watcher does.
 
     def __len__(self) -> int:
         return sum(map(len, self._watchers.values()))
@@ -88,7 +89,7 @@ class WatchHub:
                 del self._watchers[namespace]
 
     def is_watched(self, namespace: NamespaceId) -> bool:
-        return namespace in self._watchers
+        return self.wants_token_ids or namespace in self._watchers
 
     @contextmanager
     def describing(self, token_ids: TokenIds) -> Iterator[None]:
@@ -100,13 +101,20 @@ class WatchHub:
             for block in token_ids:
                 self._token_ids.pop(block, None)
 
+    def tokens_of(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Those that a call brought for these blocks; none unless it brought them for all."""
+        known = self._token_ids
+        if not known or not all(one in known for one in hashes):
+            return []
+        return [token for one in hashes for token in known[one]]
+
     def on_stored(self, event: BlocksStored) -> None:
         for watcher in self._watchers.get(event.namespace, ()):
             stored = pb.BlocksStored(
                 hashes=b"".join(event.hashes),
                 parent=event.parent or b"",
                 tier=event.tier,
-                token_ids=[token for one in event.hashes for token in self._token_ids.get(one, ())],
+                token_ids=self.tokens_of(event.hashes),
             )
             watcher.push(pb.WatchResponse(stored=stored))
 

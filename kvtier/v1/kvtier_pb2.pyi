@@ -193,20 +193,22 @@ class OpenNamespace(_message.Message):
     def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., about: _Optional[int] = ...) -> None: ...
 
 class NamespaceOpened(_message.Message):
-    __slots__ = ("namespace_id", "fingerprint", "epoch", "about", "slot_bytes", "slot_count_max")
+    __slots__ = ("namespace_id", "fingerprint", "epoch", "about", "slot_bytes", "slot_count_max", "wants_token_ids")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOT_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     fingerprint: bytes
     epoch: int
     about: int
     slot_bytes: int
     slot_count_max: int
-    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ..., about: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slot_count_max: _Optional[int] = ...) -> None: ...
+    wants_token_ids: bool
+    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ..., about: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slot_count_max: _Optional[int] = ..., wants_token_ids: bool = ...) -> None: ...
 
 class SlabOffered(_message.Message):
     __slots__ = ("namespace_id", "shard", "slab_id", "slot_first", "slot_count", "slot_bytes", "slab_bytes", "page_kind")
@@ -323,14 +325,16 @@ class GreetResponse(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., daemon_version: _Optional[str] = ..., token: _Optional[bytes] = ..., generation: _Optional[int] = ..., namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("token", "namespace_id", "hashes")
+    __slots__ = ("token", "namespace_id", "hashes", "request_id")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     namespace_id: int
     hashes: bytes
-    def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    request_id: str
+    def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
     __slots__ = ("matched_count", "memory_count", "tiers", "epoch", "daemon_us")
@@ -355,20 +359,22 @@ class TierCount(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("token", "namespace_id", "hashes", "deadline_ns", "wait_ms", "skip_count")
+    __slots__ = ("token", "namespace_id", "hashes", "deadline_ns", "wait_ms", "skip_count", "request_id")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     SKIP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     namespace_id: int
     hashes: bytes
     deadline_ns: int
     wait_ms: int
     skip_count: int
-    def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., hashes: _Optional[bytes] = ..., deadline_ns: _Optional[int] = ..., wait_ms: _Optional[int] = ..., skip_count: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., hashes: _Optional[bytes] = ..., deadline_ns: _Optional[int] = ..., wait_ms: _Optional[int] = ..., skip_count: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("pending", "ready")
@@ -666,6 +672,192 @@ class CheckResponse(_message.Message):
     check_us: int
     def __init__(self, violations: _Optional[_Iterable[str]] = ..., block_count: _Optional[int] = ..., check_us: _Optional[int] = ...) -> None: ...
 
+class ExplainRequest(_message.Message):
+    __slots__ = ("token", "hash", "request_id")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    hash: bytes
+    request_id: str
+    def __init__(self, token: _Optional[bytes] = ..., hash: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("places", "requests", "happenings", "tiers", "uptime_seconds", "remembered_seconds", "draining")
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedCompositeFieldContainer[PrefixPlace]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestSeen]
+    happenings: _containers.RepeatedCompositeFieldContainer[Happening]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierCondition]
+    uptime_seconds: float
+    remembered_seconds: float
+    draining: bool
+    def __init__(self, places: _Optional[_Iterable[_Union[PrefixPlace, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestSeen, _Mapping]]] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierCondition, _Mapping]]] = ..., uptime_seconds: _Optional[float] = ..., remembered_seconds: _Optional[float] = ..., draining: bool = ...) -> None: ...
+
+class PrefixPlace(_message.Message):
+    __slots__ = ("namespace_id", "model", "fingerprint", "block_count", "cut_off", "runs", "events", "twins")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CUT_OFF_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    TWINS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    model: str
+    fingerprint: bytes
+    block_count: int
+    cut_off: bool
+    runs: _containers.RepeatedCompositeFieldContainer[PrefixRun]
+    events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+    twins: _containers.RepeatedCompositeFieldContainer[NamespaceTwin]
+    def __init__(self, namespace_id: _Optional[int] = ..., model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_count: _Optional[int] = ..., cut_off: bool = ..., runs: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., twins: _Optional[_Iterable[_Union[NamespaceTwin, _Mapping]]] = ...) -> None: ...
+
+class PrefixRun(_message.Message):
+    __slots__ = ("first_index", "block_count", "tiers", "last")
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first_index: int
+    block_count: int
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    last: BlockEvent
+    def __init__(self, first_index: _Optional[int] = ..., block_count: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., last: _Optional[_Union[BlockEvent, _Mapping]] = ...) -> None: ...
+
+class BlockEvent(_message.Message):
+    __slots__ = ("what", "why", "tier", "seconds_ago")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    why: str
+    tier: str
+    seconds_ago: float
+    def __init__(self, what: _Optional[str] = ..., why: _Optional[str] = ..., tier: _Optional[str] = ..., seconds_ago: _Optional[float] = ...) -> None: ...
+
+class RequestSeen(_message.Message):
+    __slots__ = ("request_id", "call", "seconds_ago", "seconds", "session_id", "session_name", "namespace_id", "model", "asked_count", "found_count", "tiers", "cut", "missed_hash", "runs", "twins")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ASKED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FOUND_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    MISSED_HASH_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    TWINS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    call: str
+    seconds_ago: float
+    seconds: float
+    session_id: int
+    session_name: str
+    namespace_id: int
+    model: str
+    asked_count: int
+    found_count: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierCount]
+    cut: Cut
+    missed_hash: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[PrefixRun]
+    twins: _containers.RepeatedCompositeFieldContainer[NamespaceTwin]
+    def __init__(self, request_id: _Optional[str] = ..., call: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., seconds: _Optional[float] = ..., session_id: _Optional[int] = ..., session_name: _Optional[str] = ..., namespace_id: _Optional[int] = ..., model: _Optional[str] = ..., asked_count: _Optional[int] = ..., found_count: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., cut: _Optional[_Union[Cut, str]] = ..., missed_hash: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ..., twins: _Optional[_Iterable[_Union[NamespaceTwin, _Mapping]]] = ...) -> None: ...
+
+class NamespaceTwin(_message.Message):
+    __slots__ = ("namespace_id", "model", "has_block", "facts")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    HAS_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    model: str
+    has_block: bool
+    facts: _containers.RepeatedCompositeFieldContainer[FactDifference]
+    def __init__(self, namespace_id: _Optional[int] = ..., model: _Optional[str] = ..., has_block: bool = ..., facts: _Optional[_Iterable[_Union[FactDifference, _Mapping]]] = ...) -> None: ...
+
+class FactDifference(_message.Message):
+    __slots__ = ("name", "here", "there")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HERE_FIELD_NUMBER: _ClassVar[int]
+    THERE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    here: str
+    there: str
+    def __init__(self, name: _Optional[str] = ..., here: _Optional[str] = ..., there: _Optional[str] = ...) -> None: ...
+
+class Happening(_message.Message):
+    __slots__ = ("what", "seconds_ago", "namespace_id", "detail")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    seconds_ago: float
+    namespace_id: int
+    detail: str
+    def __init__(self, what: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., namespace_id: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class TierCondition(_message.Message):
+    __slots__ = ("tier", "state")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+
+class SlowCall(_message.Message):
+    __slots__ = ("call", "seconds_ago", "seconds", "request_id", "block_count", "outcome", "session_id")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    call: str
+    seconds_ago: float
+    seconds: float
+    request_id: str
+    block_count: int
+    outcome: str
+    session_id: int
+    def __init__(self, call: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., seconds: _Optional[float] = ..., request_id: _Optional[str] = ..., block_count: _Optional[int] = ..., outcome: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("token", "namespace_id", "row_first")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIRST_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    namespace_id: int
+    row_first: int
+    def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., row_first: _Optional[int] = ...) -> None: ...
+
+class ListResponse(_message.Message):
+    __slots__ = ("hashes", "tiers", "row_next")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    ROW_NEXT_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    tiers: bytes
+    row_next: int
+    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., row_next: _Optional[int] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -673,7 +865,7 @@ class StatsRequest(_message.Message):
     def __init__(self, token: _Optional[bytes] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("daemon_version", "protocol", "generation", "uptime_seconds", "draining", "tiers", "namespaces", "sessions", "counters")
+    __slots__ = ("daemon_version", "protocol", "generation", "uptime_seconds", "draining", "tiers", "namespaces", "sessions", "counters", "slow_calls")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -690,6 +882,7 @@ class StatsResponse(_message.Message):
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_CALLS_FIELD_NUMBER: _ClassVar[int]
     daemon_version: str
     protocol: int
     generation: int
@@ -699,7 +892,8 @@ class StatsResponse(_message.Message):
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, daemon_version: _Optional[str] = ..., protocol: _Optional[int] = ..., generation: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    slow_calls: _containers.RepeatedCompositeFieldContainer[SlowCall]
+    def __init__(self, daemon_version: _Optional[str] = ..., protocol: _Optional[int] = ..., generation: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., slow_calls: _Optional[_Iterable[_Union[SlowCall, _Mapping]]] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "budget_bytes", "populated_bytes", "slot_count", "free_count", "ready_count", "reserved_count", "quarantined_count", "pinned_count", "page_kind", "memory", "held_count")

@@ -96,6 +96,16 @@ class KVTierStub(object):
                 request_serializer=kvtier_dot_v1_dot_kvtier__pb2.CheckRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.CheckResponse.FromString,
                 )
+        self.Explain = channel.unary_unary(
+                '/kvtier.v1.KVTier/Explain',
+                request_serializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainResponse.FromString,
+                )
+        self.List = channel.unary_unary(
+                '/kvtier.v1.KVTier/List',
+                request_serializer=kvtier_dot_v1_dot_kvtier__pb2.ListRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ListResponse.FromString,
+                )
         self.Stats = channel.unary_unary(
                 '/kvtier.v1.KVTier/Stats',
                 request_serializer=kvtier_dot_v1_dot_kvtier__pb2.StatsRequest.SerializeToString,
@@ -235,6 +245,20 @@ class KVTierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a prefix is, or why it is not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Every resident block, a page a call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -329,6 +353,16 @@ def add_KVTierServicer_to_server(servicer, server):
                     servicer.Check,
                     request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.CheckRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_kvtier__pb2.CheckResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_kvtier__pb2.ExplainResponse.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ListRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_kvtier__pb2.ListResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -621,6 +655,40 @@ class KVTier(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/Check',
             kvtier_dot_v1_dot_kvtier__pb2.CheckRequest.SerializeToString,
             kvtier_dot_v1_dot_kvtier__pb2.CheckResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/Explain',
+            kvtier_dot_v1_dot_kvtier__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_kvtier__pb2.ExplainResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/List',
+            kvtier_dot_v1_dot_kvtier__pb2.ListRequest.SerializeToString,
+            kvtier_dot_v1_dot_kvtier__pb2.ListResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

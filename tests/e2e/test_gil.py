@@ -16,7 +16,7 @@ import pytest
 
 from kvtier.clock import SystemClock
 from kvtier.io.checksum import block_checksum
-from kvtier.io.copy import copy_batch, read_pieces, write_piece
+from kvtier.io.copy import copy_batch, copy_summed, read_pieces, write_piece
 from kvtier.io.memory import MADV_POPULATE_WRITE, create_memfd
 from kvtier.memory import Mapping
 from kvtier.pools.slabs import PageKind, Slab, populate_slab, punch_slab
@@ -89,6 +89,11 @@ def test_making_a_slab_holds_no_gil(kind: PageKind) -> None:
 def test_copying_holds_no_gil(slabs: list[Slab]) -> None:
     target, source = (slab.mapping.array for slab in slabs)
     assert_leaves_turns(lambda: copy_batch([target], [source]))
+
+
+def test_copying_and_summing_holds_no_gil(slabs: list[Slab]) -> None:
+    target, source = (slab.mapping.array for slab in slabs)
+    assert_leaves_turns(lambda: copy_summed([target], [source], SLAB_BYTES))
 
 
 def test_a_checksum_holds_no_gil(slabs: list[Slab]) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.kernel_twin import KERNELS
+from tests.support.wheel import build_wheel, unpack_wheel
 
 pytestmark = pytest.mark.slow
 
-ROOT = KERNELS.parent
 # Compiles with the installed package's sources, not with the repository's.
 ASK = """
 import json, sys
@@ -27,26 +25,9 @@ print(json.dumps({"place": kernel_cache.__file__, "sources": kernel_cache.source
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked; built from a copy, so that no build output is left in the repository."""
-    pytest.importorskip("setuptools", minversion="77")
-    tree, folder = (tmp_path_factory.mktemp(name) for name in ("tree", "wheel"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    for name in ("kvtier", "kernels"):
-        shutil.copytree(
-            ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"),
-            *("--no-index", "--disable-pip-version-check", "--wheel-dir", str(folder), str(tree)),
-        ],
-        check=True,
-    )
-    [wheel] = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "installed")
-    return folder / "installed"
+    """The wheel, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    return unpack_wheel(build_wheel(folder), folder / "installed")
 
 
 def test_an_installed_package_finds_the_sources_that_were_tested(installed: Path) -> None:

@@ -35,6 +35,7 @@ class FakeSession:
 class FakeState:
     epoch: int
     session: FakeSession
+    wants_token_ids: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,9 @@ class FakeNamespace:
     @property
     def state(self) -> FakeState | None:
         session = self.client.session
-        return None if session is None else FakeState(self.epoch, session)
+        if session is None:
+            return None
+        return FakeState(self.epoch, session, self.client.wants_token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +116,8 @@ class FakeClient:
         self.leases: dict[int, list[int]] = {}  # Lease id to pinned slots.
         self.lease_sessions: dict[int, FakeSession] = {}  # Of every lease ever granted.
         self.released: set[int] = set()
+        self.wants_token_ids = False
+        self.tokens_of: dict[bytes, list[int]] = {}  # What came with commits.
         self._deadlines: dict[int, int] = {}
         self.generation = 1
         self.session: FakeSession | None = FakeSession(1, 1)
@@ -123,6 +128,7 @@ class FakeClient:
         self.calls: Counter[str] = Counter()
         self.commits: list[FakeCommit] = []
         self.hashes_asked: list[int] = []  # Length of each acquire.
+        self.requests_asked: list[tuple[str, str]] = []  # (call, request id).
         self.waits_asked: list[float] = []  # Seconds of each acquire.
         self.promote_limits: list[int] = []  # Of the next waits: blocks until their time is over.
         self.violations: list[str] = []
@@ -246,8 +252,11 @@ class FakeClient:
     def open_namespace(self, spec: NamespaceSpec) -> FakeNamespace:
         return self.namespaces.setdefault(spec.fingerprint(), FakeNamespace(spec, self))
 
-    def match(self, namespace: FakeNamespace, hashes: Sequence[bytes]) -> PrefixMatch:
+    def match(
+        self, namespace: FakeNamespace, hashes: Sequence[bytes], *, request_id: str = ""
+    ) -> PrefixMatch:
         self._begin("match")
+        self.requests_asked.append(("match", request_id))
         count = self._matched_count(namespace, hashes)
         in_memory = [block_hash in namespace.resident for block_hash in hashes[:count]]
         memory_count = in_memory.index(False) if False in in_memory else count
@@ -261,8 +270,10 @@ class FakeClient:
         lease_seconds: float | None = None,
         wait_seconds: float = 0.0,
         skip_count: int = 0,
+        request_id: str = "",
     ) -> FakeLease:
         session = self._begin("acquire")
+        self.requests_asked.append(("acquire", request_id))
         self.hashes_asked.append(len(hashes))
         self.waits_asked.append(wait_seconds)
         matched = hashes[: self._matched_count(namespace, hashes)]
@@ -335,8 +346,13 @@ class FakeClient:
         session: FakeSession,
         epoch: int,
         checksums: Sequence[int] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> list[CommitOutcome]:
         self._check_reserved("commit", slots, session)
+        if token_ids:
+            size = len(token_ids) // len(hashes)
+            for index, block_hash in enumerate(hashes):
+                self.tokens_of[block_hash] = list(token_ids[index * size : (index + 1) * size])
         outcomes = []
         for index, (block_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
             del self.reserved[slot]

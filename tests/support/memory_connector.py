@@ -8,7 +8,7 @@ own (`device_worker`); the planning is the one below in any case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +79,12 @@ class MemoryScheduler:
     def has_work(self) -> bool:
         return bool(self._flights)
 
-    def on_new_request(self, request_id: str, hashes: Sequence[bytes]) -> None:
+    def on_new_request(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens_of: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
         self._prompts[request_id] = tuple(hashes)
 
     def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.listing import Listing
 from kvtier.core.stats import ManagerStats
 from kvtier.types import NamespaceId, PrefixMatch, TierName
 
@@ -37,6 +38,9 @@ class RecordingManager:
 
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch:
         return PrefixMatch(0, 0)
+
+    def listing(self, namespace: NamespaceId, row_first: int) -> Listing:
+        return Listing(b"", b"", 0)
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return 1

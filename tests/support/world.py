@@ -147,7 +147,9 @@ class World:
                 on_outcome(error)
             return
         if isinstance(event, ev.BlocksRecovered):
-            self.namespaces[event.namespace].below[event.tier].update(taken_in)
+            below = self.namespaces[event.namespace].below[event.tier]
+            assert taken_in_by(done) == taken_in - below, "recovered blocks are told wrongly"
+            below.update(taken_in)
         following = [one for one in done if isinstance(one, ins.Continue)]
         assert len(following) <= 1, "two events to continue with"
         assert done[len(done) - len(following) :] == following, "Continue is the last instruction"
@@ -413,6 +415,8 @@ class World:
                 assert parent is None or parent in record.stored, "stored behind one that is not"
                 assert record.stored_in(done.tier).isdisjoint(done.hashes), "stored twice"
                 record.stored_in(done.tier).update(done.hashes)
+            case ins.BlocksTakenIn():
+                pass  # Compared in `start`.
             case ins.BlocksRemoved():
                 stored = self.namespaces[done.namespace].stored_in(done.tier)
                 assert stored.issuperset(done.hashes), "removed twice"
@@ -470,3 +474,16 @@ def _check_granted(granted: ins.LeaseGranted) -> None:
     assert sum(count for _, count in granted.tiers) == granted.leased_count
     assert (granted.lease is None) == (granted.leased_count == 0)
     assert len(set(granted.slots.tolist())) == len(granted.slots) <= granted.leased_count
+
+
+def taken_in_by(done: Sequence[ins.Instruction]) -> set[BlockHash]:
+    """The blocks that the instructions say were taken in; each is told once."""
+    told = [
+        block
+        for one in done
+        if isinstance(one, ins.BlocksTakenIn)
+        for block, is_kept in zip(one.hashes, one.kept.tolist(), strict=True)
+        if is_kept
+    ]
+    assert len(set(told)) == len(told), "a recovered block is told twice"
+    return set(told)

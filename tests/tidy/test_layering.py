@@ -54,7 +54,8 @@ LAYERS: dict[str, Layer] = {
     "paths": Layer(VALUES, ENGINES),
     "config_values": Layer(VALUES, ENGINES),
     "config_remote": Layer((*VALUES, "config_values"), ENGINES),
-    "config": Layer((*VALUES, "paths", "config_values", "config_remote"), ENGINES),
+    "config_events": Layer((*VALUES, "config_values"), ENGINES),
+    "config": Layer((*VALUES, "paths", "config_values", "config_remote", "config_events"), ENGINES),
     "metrics": Layer(VALUES, ENGINES),
     "policy": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "sizing": Layer(VALUES, (*EFFECTS, *ENGINES)),
@@ -65,7 +66,7 @@ LAYERS: dict[str, Layer] = {
     "server": Layer(
         (
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
-            *("clock", "paths", "v1", "config_remote", "codec"),
+            *("clock", "paths", "v1", "config_remote", "config_events", "codec"),
         ),
         ENGINES,
     ),

@@ -109,7 +109,12 @@ class WorkerSide:
             if result.failed is not None:
                 # All of them: a load that ended too late may have read anything.
                 self._bad_blocks.update(device_blocks)
-                log.warning("kvtier: a load failed (%s): %s", result.failed, result.message)
+                log.warning(
+                    "kvtier: a load of request %s failed (%s): %s",
+                    request_id,
+                    result.failed,
+                    result.message,
+                )
         self._results += results
         received, self._received = self._received, set()
         return received

@@ -16,7 +16,7 @@ from kvtier.core.residency import NamespaceFacts, Residency
 from kvtier.core.segments import SegmentBook, by_segment
 from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.policy.lru import LruPolicy
-from kvtier.types import BlockHash, NamespaceId, TierName
+from kvtier.types import BlockHash, NamespaceId, RemovedFor, TierName
 
 NS = NamespaceId(1)
 FINGERPRINT = b"f" * 16
@@ -68,7 +68,7 @@ class Story:
         if row is not None and index.place[row] < 0:
             slot = int(index.lower[TierName.NVME].slot[row])
             self.gone_slots.add(slot)
-            self.tier.lose(self.residency, [slot])
+            self.tier.lose(self.residency, [slot], RemovedFor.CORRUPT)
 
     def sweep(self) -> None:
         index = self.residency.index

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.io.copy import copy_batch, read_pieces, write_piece
+from kvtier.checksum import shard_checksum
+from kvtier.io.copy import copy_batch, copy_summed, read_pieces, write_piece
 
 
 def payload_of(length: int) -> bytes:
@@ -62,3 +63,34 @@ def test_unequal_lengths_are_refused_before_a_byte_is_copied() -> None:
 def test_a_piece_size_that_would_hold_the_gil_is_refused() -> None:
     with pytest.raises(AssertionError, match="GIL"):
         next(read_pieces([np.zeros(1 << 20, np.uint8)], 1 << 20))
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 4096])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_summed_copy_sums_what_has_arrived_and_copies_the_padding(
+    pieces: int, extra: int
+) -> None:
+    sum_bytes = pieces * (256 << 10) + extra
+    chance = np.random.default_rng(sum_bytes)
+    sources = [chance.integers(0, 256, sum_bytes + 96, np.uint8) for _ in range(2)]
+    targets = [np.zeros_like(source) for source in sources]
+    sums = copy_summed(targets, sources, sum_bytes)
+    assert sums == [shard_checksum(source[:sum_bytes].data) for source in sources]
+    assert np.array_equal(targets, sources)
+
+
+def test_a_summed_copy_tells_of_bytes_that_did_not_arrive() -> None:
+    """The sum is the target's: memory that keeps nothing must not look well."""
+
+    class Deaf(np.ndarray):
+        def __array_function__(self, func, types, args, kwargs):  # type: ignore[no-untyped-def]
+            return None if func is np.copyto else super().__array_function__(*args)
+
+    source = np.arange(1000, dtype=np.uint8)
+    [found] = copy_summed([np.zeros(1000, np.uint8).view(Deaf)], [source], 1000)
+    assert found == shard_checksum(bytes(1000))
+
+
+def test_a_summed_copy_of_unequal_lengths_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        copy_summed([np.zeros(9, np.uint8)], [np.zeros(8, np.uint8)], 8)

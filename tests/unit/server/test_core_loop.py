@@ -12,6 +12,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.listing import Listing
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import BadRequest
 from kvtier.metrics import Metrics
@@ -48,6 +49,9 @@ class SlicingManager:
 
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch:
         return PrefixMatch(0, 0)
+
+    def listing(self, namespace: NamespaceId, row_first: int) -> Listing:
+        return Listing(b"", b"", 0)
 
     def namespace_epoch(self, namespace: NamespaceId) -> int:
         return 1

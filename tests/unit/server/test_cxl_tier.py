@@ -215,10 +215,10 @@ def test_a_mistake_in_a_copying_thread_ends_the_daemon(tmp_path: Path) -> None:
             namespace = await rig.open()
             rig.fill(0, seed=1)
 
-            def broken(targets: object, sources: object) -> None:
+            def broken(targets: object, sources: object, sum_bytes: int) -> list[int]:
                 raise AssertionError("planted")
 
-            rig.keeper._memory.copy_batch = broken  # type: ignore[method-assign]
+            rig.keeper._memory.copy_summed = broken  # type: ignore[method-assign]
             rig.keeper.on_demote(
                 ins.Demote(namespace, slots(0), slots(rig.first), tier=TierName.CXL)
             )

@@ -9,7 +9,15 @@ import pytest
 from kvtier.core.instructions import BlocksRemoved, NamespaceCleared
 from kvtier.server import missed as module
 from kvtier.server.missed import Missed
-from kvtier.types import BlockHash, Cut, NamespaceId, PackedHashes, PrefixMatch, TierName
+from kvtier.types import (
+    BlockHash,
+    Cut,
+    NamespaceId,
+    PackedHashes,
+    PrefixMatch,
+    RemovedFor,
+    TierName,
+)
 
 ONE, TWO = NamespaceId(1), NamespaceId(2)
 HASHES = [BlockHash(bytes([number]) * 16) for number in range(6)]
@@ -27,7 +35,7 @@ class Core:
 
 
 def removed(namespace: NamespaceId, hashes: list[BlockHash]) -> BlocksRemoved:
-    return BlocksRemoved(namespace, TierName.DRAM, hashes)
+    return BlocksRemoved(namespace, TierName.DRAM, hashes, RemovedFor.ROOM)
 
 
 def test_what_left_lately_is_evicted_in_its_own_namespace_only() -> None:

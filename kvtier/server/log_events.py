@@ -1,0 +1,115 @@
+"""Every line that the daemon may write: its name, and the fields that it may have.
+
+Names and fields are stable: alerts may be built on them. docs/operations.md has them as a table
+(`python -m kvtier.server.log_events`), and tests hold code and document to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    level: str
+    meaning: str
+    fields: tuple[str, ...] = ()
+
+
+_SESSION = ("session", "role", "client", "by_value", "replaces")
+_CALL = (
+    *("request", "call", "session", "namespace", "asked", "found", "tiers", "cut", "missed"),
+    "seconds",
+)
+
+# A line that is written while a call of a request is worked off has `request` besides.
+EVENTS: dict[str, LogEvent] = {
+    "daemon ready": LogEvent(
+        "info",
+        "the sockets answer",
+        ("socket", "version", "generation", "pages", "budget_bytes", "slab_bytes", "tcp", "admin"),
+    ),
+    "draining": LogEvent("info", "a signal came: no new work", ("signal",)),
+    "drained": LogEvent("info", "nothing is held any more, or the time is over", ("held",)),
+    "second signal, ending at once": LogEvent("warning", "without waiting", ("signal",)),
+    "daemon ended": LogEvent("info", "the last line of an orderly end"),
+    "daemon failed": LogEvent("critical", "a mistake of kvtier's own; the traceback follows"),
+    "callback failed": LogEvent("error", "in a library", ("reason", "error")),
+    "lines left out": LogEvent(
+        "warning", "of one event, beyond log.lines_max in ten seconds", ("of", "count")
+    ),
+    "session opened": LogEvent("info", "a process connected", _SESSION),
+    "session ended": LogEvent("info", "in order", _SESSION),
+    "session lost": LogEvent("warning", "its connection broke", _SESSION),
+    "process died": LogEvent("info", "proven; its slots return", _SESSION),
+    "session closed after bad frames": LogEvent("warning", "the client is broken", ("session",)),
+    "cannot accept": LogEvent("warning", "no descriptor is left, as a rule", ("reason",)),
+    "too many lane connections": LogEvent("warning", "the oldest idle ones close", ("max",)),
+    "lane frame before the answer was read": LogEvent("warning", "the client is broken"),
+    "lane frame refused": LogEvent("warning", "too large", ("bytes",)),
+    "call refused": LogEvent(
+        "info", "its error went to the client", ("request", "call", "session", "error", "reason")
+    ),
+    "call slow": LogEvent(
+        "warning",
+        "longer than log.slow_call_seconds",
+        ("request", "call", "session", "seconds", "blocks", "outcome"),
+    ),
+    "acquire cut": LogEvent(
+        "info",
+        "a lease ended before its prefix, for another reason than a miss",
+        _CALL,
+    ),
+    "request asked": LogEvent("debug", "each Match and Acquire that names one", _CALL),
+    "block corrupt in memory, dropped": LogEvent(
+        "error", "its checksum did not match", ("reason",)
+    ),
+    "first slab populated": LogEvent("info", "which pages there are", ("pages", "source")),
+    "pool populated": LogEvent("info", "all of dram.bytes is there", ("bytes", "huge_bytes")),
+    "slab refused, the pool is smaller for now": LogEvent(
+        "warning", "no memory, or the wrong node; tried again", ("reason",)
+    ),
+    "epoch record unreadable": LogEvent("warning", "a new epoch begins", ("path", "reason")),
+    "epoch record damaged, a new epoch begins": LogEvent("warning", "blocks are void", ("path",)),
+    "making nvme pool": LogEvent("info", "the first start", ("paths", "bytes")),
+    "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean")),
+    "nvme pool read": LogEvent(
+        "info", "its blocks count from now on", ("blocks", "namespaces", "seconds")
+    ),
+    "nvme path is buffered: slower, and its pages take memory": LogEvent(
+        "warning", "no O_DIRECT there", ("path", "reason")
+    ),
+    "nvme tier is worse off": LogEvent("error", "read only, or off", ("state", "reason")),
+    "nvme transfers are under way still": LogEvent("warning", "at the end", ("promote", "demote")),
+    "nvme pool closed": LogEvent("info", "", ("clean", "returned")),
+    "cxl memory opened": LogEvent("info", "", ("memory", "slabs")),
+    "the cxl tier is emulated: it is ordinary memory, slowed down": LogEvent("warning", "as asked"),
+    "cxl slab refused": LogEvent("warning", "no memory there", ("reason",)),
+    "cxl tier opened": LogEvent("info", "", ("memory", "bytes")),
+    "the cxl tier is off: it has no memory": LogEvent("error", "", ("memory",)),
+    "remote engine opened": LogEvent("info", "", ("engine", "codec")),
+    "remote.engine is off: the other options of [remote] have no effect": LogEvent(
+        "warning", "", ("options",)
+    ),
+    "remote engine is told nothing of our end": LogEvent(
+        "warning", "it did not answer", ("engine",)
+    ),
+    "remote share answers again": LogEvent("info", "", ("path",)),
+    "remote share is evicted from by this daemon": LogEvent("info", "it owns that now", ("path",)),
+    "remote share cannot be used": LogEvent("warning", "", ("path", "why")),
+}
+
+
+def documentation() -> str:
+    """The table of docs/operations.md."""
+    lines = ["| event | level | meaning | fields |", "| --- | --- | --- | --- |"]
+    for name, event in EVENTS.items():
+        fields = ", ".join(f"`{field}`" for field in event.fields) or "–"
+        lines.append(f"| `{name}` | {event.level} | {event.meaning or '–'} | {fields} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(documentation())

@@ -1,0 +1,37 @@
+"""What the configuration says of each tier below memory, as the core wants it."""
+
+from __future__ import annotations
+
+from kvtier.config import Config
+from kvtier.config_values import AUTO
+from kvtier.core.settings import LowerSettings
+from kvtier.server.nvme_paths import NvmePaths
+from kvtier.types import TierName
+
+UNLIMITED_BYTES_PER_HOUR = 2.0**60
+HOURS_OF_AUTO = 24  # What nvme.write_bytes_per_hour is by itself: the whole pool once in so long.
+
+
+def lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, LowerSettings]:
+    """The tiers below memory, the fastest first."""
+    found: dict[TierName, LowerSettings] = {}
+    if config.cxl.is_set:
+        # Memory does not wear: whatever has its checksum is copied at once.
+        found[TierName.CXL] = LowerSettings(write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR)
+    found[TierName.NVME] = _nvme_settings(config, paths)
+    if config.remote.is_set:
+        given = config.remote.write_bytes_per_hour
+        found[TierName.REMOTE] = LowerSettings(
+            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR if given == AUTO else given,
+            copies_unused=False,
+        )
+    return found
+
+
+def _nvme_settings(config: Config, paths: NvmePaths | None) -> LowerSettings:
+    if paths is None:
+        return LowerSettings()
+    given = config.nvme.write_bytes_per_hour
+    return LowerSettings(
+        write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given
+    )

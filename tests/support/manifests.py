@@ -1,0 +1,51 @@
+"""The files of deploy/ as a cluster would see them: rendered by Debian's kubectl.
+
+That one holds an old kustomize, so a copy of the kustomizations is put into its words first:
+directories are `bases`, patches are `patchesStrategicMerge`, and a component is an overlay of the
+base that it is for. What is patched, and with what, stays as it is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.tidy.sources import ROOT
+
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+Document = dict[str, Any]
+
+
+def documents_in(path: Path) -> list[Document]:
+    return [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
+
+
+def render(name: str, folder: Path) -> list[Document]:
+    """Every object of deploy/kubernetes/NAME; `folder` is for the copy."""
+    shutil.copytree(KUBERNETES, folder / "kubernetes")
+    for path in (folder / "kubernetes").glob("*/kustomization.yaml"):
+        path.write_text(yaml.safe_dump(_in_old_words(path)))
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder / "kubernetes" / name)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def _in_old_words(path: Path) -> Document:
+    [given] = documents_in(path)
+    resources = given.pop("resources", [])
+    is_component = given["kind"] == "Component"
+    bases = [one for one in resources if (path.parent / one).is_dir()]
+    return {
+        **{name: value for name, value in given.items() if name != "patches"},
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "bases": [*bases, *(["../base"] if is_component else [])],
+        "resources": [one for one in resources if one not in bases],
+        "patchesStrategicMerge": [patch["path"] for patch in given.get("patches", [])],
+    }

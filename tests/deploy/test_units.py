@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import load
-from kvtier.paths import lane_socket_path
+from kvtier.paths import SOCKET_VARIABLE, lane_socket_path
 from tests.tidy.sources import ROOT
 
 UNITS = ROOT / "deploy" / "systemd"
@@ -93,7 +93,8 @@ def test_a_tenant_s_service_is_the_other_one_but_for_its_names() -> None:
         if one[section].get(name) != template[section].get(name)
     }
     assert differing == {
-        *("Description", "ExecStart", "Group", "RuntimeDirectory", "StateDirectory")
+        *("Description", "Environment", "ExecStart"),
+        *("Group", "RuntimeDirectory", "StateDirectory"),
     }
 
 
@@ -106,6 +107,7 @@ def test_the_socket_unit_listens_where_the_configuration_says_as_the_daemon_woul
     assert (unit["SocketMode"], unit["DirectoryMode"]) == ("0660", "0755")
     assert (unit["SocketUser"], unit["SocketGroup"]) == (service["User"], service["Group"])
     assert session.parent == Path("/run", service["RuntimeDirectory"])
+    assert service["Environment"] == f"{SOCKET_VARIABLE}={session}"
 
 
 def test_what_is_made_at_boot_belongs_to_who_runs_the_daemon() -> None:
@@ -122,6 +124,13 @@ def test_what_is_made_at_boot_belongs_to_who_runs_the_daemon() -> None:
     assert made_user[-1] == f"/var/lib/{service['StateDirectory']}"
     mode = service["RuntimeDirectoryMode"]
     assert directory == ["d", f"/run/{service['RuntimeDirectory']}", mode, user, group, "-"]
+
+
+def test_the_document_says_what_to_do_with_each_file() -> None:
+    told = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    names = [path.name for path in UNITS.iterdir()]
+    assert len(names) > 5
+    assert not [name for name in names if name not in told]
 
 
 def test_the_service_waits_as_long_as_the_daemon_drains() -> None:

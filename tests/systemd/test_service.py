@@ -105,8 +105,7 @@ def test_tenants_have_daemons_of_their_own_and_cannot_reach_another_s(
 ) -> None:
     machine.run("groupadd", "--system", "--force", "kvtier-blue")
     (machine.root / "etc/kvtier/blue.toml").write_text(
-        '[server]\nsocket = "/run/kvtier/blue/kvtier.sock"\ntenant = "blue"\n'
-        '[dram]\nbytes = "32MiB"\n[admin]\naddress = "127.0.0.1:9465"\n'
+        '[server]\ntenant = "blue"\n[dram]\nbytes = "32MiB"\n[admin]\naddress = "127.0.0.1:9465"\n'
     )
     machine.systemctl("start", "kvtier", "kvtier@blue")
     socket = "/run/kvtier/blue/kvtier.sock"

@@ -269,6 +269,7 @@ class _Builder:
     def _build(self) -> Parts:
         self.reporter.set_limits(self._limits())
         self.base.metrics.state.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
+        self.base.metrics.state.waiting_leases.set_function(lambda: self.leasing.waiting_count)
         handlers = self._handlers()
         server, tcp_address = self._server(handlers)
         lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)

@@ -205,7 +205,8 @@ class RemoteKeeper:
         self, asked: Demote, blocks: Sequence[BlockViews], checksums: npt.NDArray[np.uint64]
     ) -> None:
         space = self._spaces[asked.namespace]
-        endings = await space.blocks.put(blocks, timeout_seconds=self._parts.timeout_seconds)
+        with self._base.metrics.remote.transfer_seconds["demote"].time():
+            endings = await space.blocks.put(blocks, timeout_seconds=self._parts.timeout_seconds)
         outcomes = _outcomes(endings, {FrameFault.CHECKSUM: TransferOutcome.CORRUPT})
         self._base.metrics.blocks.corrupt_blocks.inc(
             int((outcomes == TransferOutcome.CORRUPT).sum())
@@ -214,7 +215,8 @@ class RemoteKeeper:
 
     async def _promote(self, asked: Promote, blocks: Sequence[BlockViews]) -> None:
         space = self._spaces[asked.namespace]
-        endings = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
+        with self._base.metrics.remote.transfer_seconds["promote"].time():
+            endings = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
         faults = dict.fromkeys(FrameFault, TransferOutcome.CORRUPT)
         outcomes = _outcomes(endings, _GONE | faults)
         views = [one.shards for one in blocks]

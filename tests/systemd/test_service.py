@@ -64,7 +64,7 @@ def test_a_pool_elsewhere_is_refused_in_a_line_until_a_drop_in_allows_it(
     assert "ConfigError: /srv/pool/file: Read-only file system" in machine.journal()
     machine.drop_in("[Service]\nReadWritePaths=/srv/pool\n")
     machine.systemctl("start", "kvtier")
-    assert "nvme pool opened" in machine.journal()
+    machine.wait(lambda: "nvme pool opened" in machine.journal(), "the pool", 10)
 
 
 def test_a_daemon_that_hangs_is_ended_with_its_stacks_in_the_log_and_started_again(

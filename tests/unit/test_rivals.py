@@ -124,6 +124,14 @@ def test_a_driver_ends_with_its_link_and_takes_its_daemon_along(tmp_path: Path) 
     eventually(lambda: not any(is_running(pid) for pid in pids), "all are gone", seconds=5.0)
 
 
+def test_a_driver_that_dies_does_not_leave_its_daemon_behind(tmp_path: Path) -> None:
+    with started("dying", [sys.executable, str(FAKE), "dying", "1"], tmp_path / "log") as link:
+        pids = link.ask("start", seconds_max=10.0, disk=False)["pids"]
+        with pytest.raises(NotMeasured, match="no room left"):
+            link.ask("offload", seconds_max=10.0)
+    eventually(lambda: not any(is_running(pid) for pid in pids), "all are gone", seconds=5.0)
+
+
 def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started("well", [sys.executable, str(FAKE), "well", "1"], log) as link:

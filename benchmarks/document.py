@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rivals import plot, report
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
+RIVALS = RESULTS / "rivals.json"
+RIVALS_PLOT = ROOT / "docs" / "rivals.svg"
 NAMES = ("match", "transfer", "daemon", "churn", "nvme", "recovery", "engine_prefill", "vllm_ttft")
 
 Result = dict[str, Any]
@@ -28,6 +32,7 @@ def render() -> str:
         _recovery(results["recovery"]),
         _prefill(results["engine_prefill"]),
         _vllm_ttft(results["vllm_ttft"]),
+        report.section(json.loads(RIVALS.read_text())),
     )
     return "\n".join(parts)
 
@@ -296,3 +301,4 @@ mistake in the arguments, 3 when no daemon answers.
 
 if __name__ == "__main__":
     DOCUMENT.write_text(render(), encoding="utf-8")
+    RIVALS_PLOT.write_text(plot.draw(json.loads(RIVALS.read_text())), encoding="utf-8")

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from kvtier.checksum import combine_checksums
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
 from kvtier.io.copy import copy_batch, copy_summed
@@ -183,6 +185,27 @@ class EmulatedMemory:
 
     def close(self) -> None:
         """Nothing is held but the slabs."""
+
+
+def copy_compared(
+    copy_summed: CopySummed,
+    targets: Sequence[Bytes],
+    sources: Sequence[Bytes],
+    *,
+    payload_bytes: int,
+    checksums: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:
+    """Copy blocks, all their shards in a row; of each whether it has arrived with its checksum.
+
+    `payload_bytes`: of one shard; the rest of its view is padding.
+    """
+    sums = copy_summed(targets, sources, payload_bytes)
+    shard_count = len(sums) // len(checksums)
+    found = [
+        combine_checksums(sums[first : first + shard_count])
+        for first in range(0, len(sums), shard_count)
+    ]
+    return np.equal(np.array(found, np.uint64), checksums)
 
 
 @dataclass(frozen=True, slots=True)

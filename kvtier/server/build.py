@@ -52,6 +52,7 @@ from kvtier.server.namespaces import Namespaces, padded_stride, slot_stride
 from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
+from kvtier.server.owed_clears import OwedClears
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
@@ -250,7 +251,8 @@ class _Builder:
         self.search: RemoteSearch | None = None
         if lower.remote is not None:
             known_bytes = config.remote.known_bytes
-            self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes)
+            owed = OwedClears(self.plan.state_dir / "owed_clears")
+            self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes, owed=owed)
             self.search = RemoteSearch(base, self.remote)
 
     async def build(self) -> Parts:

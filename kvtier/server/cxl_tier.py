@@ -17,11 +17,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.checksum import combine_checksums
 from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
 from kvtier.memory import Bytes
-from kvtier.pools.cxl import CopySummed, CxlMemory
+from kvtier.pools.cxl import CopySummed, CxlMemory, copy_compared
 from kvtier.pools.cxl_slots import CxlSlots
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import Slab
@@ -240,10 +239,11 @@ class _Batch:
         targets, sources = self.lower, self.upper
         if isinstance(self.asked, Promote):
             targets, sources = sources, targets
-        sums = copy_summed(targets, sources, self.payload_bytes)
-        shard_count = len(sums) // len(self.checksums)
-        found = [
-            combine_checksums(sums[first : first + shard_count])
-            for first in range(0, len(sums), shard_count)
-        ]
-        return np.where(np.array(found, np.uint64) == self.checksums, _DONE, _CORRUPT)
+        right = copy_compared(
+            copy_summed,
+            targets,
+            sources,
+            payload_bytes=self.payload_bytes,
+            checksums=self.checksums,
+        )
+        return np.where(right, _DONE, _CORRUPT)

@@ -27,7 +27,7 @@ EVENTS: dict[str, LogEvent] = {
     "daemon ready": LogEvent(
         "info",
         "the sockets answer",
-        ("socket", "version", "generation", "pages", "budget_bytes", "slab_bytes", "tcp", "admin"),
+        ("socket", "pages", "budget", "slab", "generation", "admin", "tcp"),
     ),
     "draining": LogEvent("info", "a signal came: no new work", ("signal",)),
     "drained": LogEvent("info", "nothing is held any more, or the time is over", ("held",)),
@@ -71,6 +71,10 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "epoch record unreadable": LogEvent("warning", "a new epoch begins", ("path", "reason")),
     "epoch record damaged, a new epoch begins": LogEvent("warning", "blocks are void", ("path",)),
+    "kv events dropped, all will be announced anew": LogEvent(
+        "warning", "their readers are too slow", ("topic", "waiting")
+    ),
+    "replay request not understood": LogEvent("warning", "of KV events", ("frames",)),
     "making nvme pool": LogEvent("info", "the first start", ("paths", "bytes")),
     "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean")),
     "nvme pool read": LogEvent(

@@ -27,7 +27,7 @@ from tests.support.raw_client import RawCalls
 
 BLOCK_BYTES = 64 << 10
 SPEC = NamespaceSpec("a-model", "w", "fp16", "l", 16, BLOCK_BYTES)
-OPTIONS = {"log.format": "json", "log.level": "debug", "log.slow_call_seconds": "0.001"}
+OPTIONS = {"log.format": "json", "log.level": "debug", "log.slow_call_seconds": "0"}
 
 
 @dataclass
@@ -152,9 +152,8 @@ def test_a_by_value_session_may_not_ask(story: Story) -> None:
 
 
 def test_every_line_is_declared_and_those_of_a_request_name_it(story: Story) -> None:
-    for _ in range(20):
-        story.client.acquire(story.namespace, chain_hashes("slow", 8192), request_id="request-slow")
-    assert story.client.stats().slow_calls[0].request_id in ("request-slow", "")
+    story.client.match(story.namespace, chain_hashes("slow", 9), request_id="request-slow")
+    assert "request-slow" in {one.request_id for one in story.client.stats().slow_calls}
     lines = [json.loads(line) for line in story.daemon.log_text.splitlines()]
     wrong = [
         line

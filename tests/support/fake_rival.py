@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "rivals" / "drivers"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from serve import BLOCK_COUNT, Figures, Unmeasurable, serve
+from benchmarks.rivals.drivers.serve import BLOCK_COUNT, Figures, Unmeasurable, serve
 
 
 class FakeRival:

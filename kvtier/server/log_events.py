@@ -98,6 +98,16 @@ EVENTS: dict[str, LogEvent] = {
     "remote engine is told nothing of our end": LogEvent(
         "warning", "it did not answer", ("engine",)
     ),
+    "remote clear is owed from an earlier life, the tier is off for its namespace": LogEvent(
+        "warning", "the engine was not told; it is tried again", ("namespace", "engine")
+    ),
+    "remote clear that was owed is done": LogEvent("info", "", ("namespace", "engine")),
+    "owed clears are unreadable": LogEvent(
+        "warning", "in state_dir; one is taken to be owed", ("reason",)
+    ),
+    "owed clear cannot be forgotten": LogEvent(
+        "warning", "in state_dir; it is done again at the next start", ("reason",)
+    ),
     "remote share answers again": LogEvent("info", "", ("path",)),
     "remote share is evicted from by this daemon": LogEvent("info", "it owns that now", ("path",)),
     "remote share cannot be used": LogEvent("warning", "", ("path", "why")),

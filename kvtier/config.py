@@ -246,7 +246,7 @@ class GrpcConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdminConfig:
-    """HTTP for people and Prometheus: /metrics and /healthz."""
+    """HTTP for people and Prometheus: a status page, /metrics and /healthz."""
 
     address: str = option(
         "127.0.0.1:9464", Address(), 'Loopback address (port 0: any free port), or "off".'

@@ -104,16 +104,12 @@ class MetricLoad:
                 hashes = chain_hashes(f"new {chance.random()}", CHAIN)
             try:
                 self._turn(client, namespaces[salt], hashes)
+                if number % 8 == 0:
+                    self._turn_by_value(client, namespaces[salt], str(chance.random()))
             except (KVTierError, TimeoutError):
                 if not self.bears_errors:
                     raise
                 self._ends.wait(TURN_SECONDS)
-                continue
-            if number % 8 == 0:
-                refused_call(client, namespaces[salt])
-                block = chain_hashes(f"by value {chance.random()}", 1)[0]
-                client.put(namespaces[salt], [(block, payload_of(block, BLOCK_BYTES))])
-                client.get(namespaces[salt], [block])
             due += TURN_SECONDS
             self._ends.wait(max(0.0, due - time.monotonic()))
             due = max(due, time.monotonic() - TURN_SECONDS)
@@ -127,6 +123,12 @@ class MetricLoad:
             client.release([lease], Worth(0.01 * lease.leased_count, 0.01))
         if lease.leased_count < len(hashes):
             offload(client, namespace, hashes)
+
+    def _turn_by_value(self, client: Client, namespace: Namespace, label: str) -> None:
+        refused_call(client, namespace)
+        block = chain_hashes(f"by value {label}", 1)[0]
+        client.put(namespace, [(block, payload_of(block, BLOCK_BYTES))])
+        client.get(namespace, [block])
 
     def _client(self) -> Client:
         return Client(self._daemon.socket, settings=PATIENT)

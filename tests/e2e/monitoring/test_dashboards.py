@@ -5,62 +5,25 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import yaml
 
-from kvtier.client import Client
 from scripts import dashboards
-from tests.support.daemon import RunningDaemon
-from tests.support.known_blocks import spec_of
-from tests.support.metric_load import (
-    BLOCK_BYTES,
-    PATIENT,
-    MetricLoad,
-    four_tiers,
-    metric_load,
-    refused_call,
-)
+from tests.e2e.monitoring.conftest import Stage
 from tests.support.prometheus_server import (
     RULES,
     WINDOW,
-    PrometheusServer,
     hurried,
     needs_prometheus,
     promtool,
-    scraping,
 )
 
 pytestmark = [pytest.mark.slow, needs_prometheus]
 SETTLE_SECONDS = 3.5  # A little more than the window of a rate.
 GROWTH_MIN = 1.2
 FRAGMENTS = re.compile(r"^(?P<what>.*) (?P<sign>[<>]=?|==) (?P<value>[\d.]+)$")
-
-
-@dataclass
-class Stage:
-    folder: Path
-    daemon: RunningDaemon
-    load: MetricLoad
-    prometheus: PrometheusServer
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("dashboards")
-    with (
-        four_tiers(folder) as daemon,
-        scraping(folder / "prometheus", daemon.ready["admin"]) as prometheus,
-        metric_load(daemon) as load,
-    ):
-        time.sleep(SETTLE_SECONDS)
-        yield Stage(folder, daemon, load, prometheus)
 
 
 def filled(expression: str) -> str:
@@ -201,44 +164,3 @@ def test_json_is_what_grafana_reads() -> None:
         ids = [panel["id"] for panel in board["panels"]]
         assert len(ids) == len(set(ids))
         assert all(panel["targets"] for panel in board["panels"])
-
-
-@contextmanager
-def repeating(call: Callable[[], None]) -> Iterator[None]:
-    """In a thread of its own, a hundred times a second."""
-    ends = threading.Event()
-
-    def repeat() -> None:
-        while not ends.wait(0.01):
-            call()
-
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
-
-
-# ------------------------------------------------------------------- faults; the last one is final
-
-
-def test_alerts_fire_for_real_faults(stage: Stage) -> None:
-    daemon, prometheus = stage.daemon, stage.prometheus
-    share = stage.folder / "share"
-    stage.load.bears_errors = True
-    with Client(daemon.socket, settings=PATIENT) as client:
-        assert client.wait_connected(10)
-        assert not prometheus.firing() & {"KvtierDown", "KvtierDraining", "KvtierRemoteLeftAlone"}
-        namespace = client.open_namespace(spec_of("chat", BLOCK_BYTES))
-        assert client.wait_namespace(namespace, 10)
-        with repeating(lambda: refused_call(client, namespace)):
-            prometheus.wait_firing("KvtierCallsFail")
-        share.rename(share.with_name("away"))
-        prometheus.wait_firing("KvtierRemoteLeftAlone")
-        client.drain()
-        prometheus.wait_firing("KvtierDraining")
-        client.drain(resume=True)
-    daemon.kill()
-    prometheus.wait_firing("KvtierDown")

@@ -246,7 +246,7 @@ class GrpcConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdminConfig:
-    """HTTP for people and Prometheus: /metrics and /healthz."""
+    """HTTP for people and Prometheus: a status page, /metrics and /healthz."""
 
     address: str = option(
         "127.0.0.1:9464", Address(), 'Loopback address (port 0: any free port), or "off".'
@@ -266,15 +266,15 @@ class LogConfig:
     )
     slow_call_seconds: float = option(
         0.5,
-        Seconds(0.001, 3600.0),
+        Seconds(0.0, 3600.0),
         "A call that takes longer has a line, and a place among the last slow calls that "
-        "`kvtier top` shows; not so Watch, Put and Get, which go at their client's pace.",
+        "`kvtier top` shows; not so Stats, and what goes at its client's pace: Watch, Put, Get.",
     )
     history_bytes: int = option(
-        4 * MIB,
+        8 * MIB,
         Size(64 << 10, GIB),
         "What `kvtier explain` may remember: 20 bytes for a block that was removed or missed, and "
-        "some 700 bytes and its hashes for a request.",
+        "some 700 bytes and its first 64 KiB of hashes for a request.",
     )
 
 

@@ -31,7 +31,8 @@ made_from() {
     "$venv/bin/python" -c 'import sys; print(sys.version)'
     # The editable install is bound to the place of the checkout.
     printf '%s\n' "$PWD" "$torch" "$torch_index" "$model"
-    cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh scripts/setup_deploy.sh
+    cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh scripts/setup_deploy.sh \
+        scripts/setup_monitoring.sh
 }
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -79,10 +80,10 @@ fi
 if ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null; then
     bash scripts/setup_redis.sh || echo "setup: no redis-server: the tests against it are skipped"
 fi
+bash scripts/setup_monitoring.sh ||
+    echo "setup: no Prometheus or no Chromium: tests of dashboards or of the status page are skipped"
 # What checks and starts the files of deploy/.
-if ! command -v systemd-analyze >/dev/null || ! command -v kubectl >/dev/null; then
-    bash scripts/setup_deploy.sh || echo "setup: no systemd-analyze or kubectl: their tests are skipped"
-fi
+bash scripts/setup_deploy.sh || echo "setup: no systemd-analyze or kubectl: their tests are skipped"
 # Written last: an interrupted setup starts again.
 printf '%s\n' "$wanted" >"$stamp"
 echo "setup: done"

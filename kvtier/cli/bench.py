@@ -1,4 +1,4 @@
-"""`kvtier bench match | transfer | daemon | churn | nvme | recovery`: measure a daemon or a disk.
+"""`kvtier bench match | transfer | daemon | churn | nvme | recovery | tiers`: measure something.
 
 The first four start a private daemon and remove it afterwards, unless --socket names a running one;
 the others need none and work in files of their own, which they remove.
@@ -16,6 +16,7 @@ from kvtier.cli import (
     bench_match,
     bench_nvme,
     bench_recovery,
+    bench_tiers,
     bench_transfer,
 )
 from kvtier.cli.bench_run import add_common_arguments, add_report_arguments
@@ -27,8 +28,9 @@ _BENCHES = {
     "churn": (bench_churn, "many clients, little room: calls a second, hits, invariants"),
     "nvme": (bench_nvme, "the NVMe tier's own path against fio, on a file beside your data"),
     "recovery": (bench_recovery, "time to read the slot table of a large NVMe pool"),
+    "tiers": (bench_tiers, "every tier beside its raw medium or its engine's own client"),
 }
-_WITHOUT_DAEMON = {"nvme", "recovery"}
+_WITHOUT_DAEMON = {"nvme", "recovery", "tiers"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ def private_daemon(options: Mapping[str, str]) -> Iterator[PrivateDaemon]:
 
     DIRECTORY in a value stands for the daemon's own directory.
     """
-    with _signals_as_exceptions():
+    with signals_as_exceptions():
         # A short path: a socket's may have 107 characters.
         directory = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
         daemon = PrivateDaemon(directory, options)
@@ -125,7 +125,7 @@ def _wait_ready(process: subprocess.Popen[str], directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
+def signals_as_exceptions() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind the stack, so that what was started is removed."""
 
     def unwind(signum: int, _frame: FrameType | None) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
@@ -72,7 +73,7 @@ def _joined(shards: Sequence[tuple[str, NamespaceSpec]]) -> NamespaceSpec:
     for name in alike:
         if any(getattr(spec, name) != getattr(first, name) for spec in specs):
             raise ConfigError(f"kvtier: this engine's ranks differ in {name}; run without kvtier")
-    differing = {
+    differing: dict[str, Any] = {
         name: BY_SHARD
         for name in ("kv_dtype", "layout", "attention", "kv_group")
         if any(getattr(spec, name) != getattr(first, name) for spec in specs)

@@ -312,13 +312,16 @@ class Shares:
                 slab = one.slabs[shard]
                 one.offered_to[slab][session.session] = None
                 found.append(ins.OfferSlab(session.session, slab, shard))
+                self.forget_mappings()
         return found
 
     def _is_mapped_whole(self, one: SlabSet, engine: EngineId) -> bool:
-        """Whether live sessions of the engine map the set's slabs of all shards."""
+        """Whether live sessions of the engine map the set's slabs of all shards: of those that
+        hold the same shard all that were offered its slab, for all of them load it."""
         return not one.withdrawn and all(
-            any(self._is_live_of(session, engine) for session in sessions)
-            for sessions in one.mapped_by.values()
+            any(self._is_live_of(session, engine) for session in one.mapped_by[slab])
+            and not any(self._is_live_of(session, engine) for session in one.offered_to[slab])
+            for slab in one.slabs
         )
 
     def _is_live_of(self, session: SessionId, engine: EngineId) -> bool:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class FileDriver:
         self._writes: deque[_Call] = deque()
         self._queued_count = 0  # Accesses in both.
         self._stopping = False
+        # Entered around every call of the kernel, in its thread, with "read" or "write".
+        self.time_call: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-io-{number}", daemon=True)
             for number in range(depth)
@@ -216,7 +219,8 @@ class FileDriver:
         """How many bytes, or what went wrong."""
         views = [view for access in accesses for view in access.views]
         try:
-            return function(self._fd, views, accesses[0].offset)
+            with self.time_call("read" if function is os.preadv else "write"):
+                return function(self._fd, views, accesses[0].offset)
         except OSError as error:
             return outcome_of(error)
 

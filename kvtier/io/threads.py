@@ -72,3 +72,4 @@ class IoThreads(Executor):
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None:  # Ended by `shutdown`.
             work()
+            del work  # Or what it held would be held until the next one comes.

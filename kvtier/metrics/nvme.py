@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from kvtier.metrics.labels import NVME_STATES
 from kvtier.metrics.registry import Registry
 
@@ -23,6 +25,13 @@ class NvmeMetrics:
         self.read_bytes = registry.counter(
             "kvtier_nvme_read_bytes_total", "Blocks read from NVMe.", {}
         )
+        seconds = registry.histogram(
+            "kvtier_nvme_io_seconds",
+            "Time of one call of the kernel that reads or writes NVMe, without what waits for a "
+            "thread (kvtier_transfer_seconds has that, too).",
+            {"direction": ("read", "write")},
+        )
+        self._io_seconds = {one: seconds.labels(one) for one in ("read", "write")}
         self.queue_transfers = registry.gauge(
             "kvtier_nvme_queue_transfers", "Reads and writes that wait for a thread.", {}
         )
@@ -46,6 +55,9 @@ class NvmeMetrics:
         self.recovery_seconds = registry.gauge(
             "kvtier_nvme_recovery_seconds", "Time to read the slot table at start.", {}
         )
+        self._declare_wear(registry)
+
+    def _declare_wear(self, registry: Registry) -> None:
         self.write_budget_bytes = registry.gauge(
             "kvtier_nvme_write_budget_bytes",
             "What may be written down now (nvme.write_bytes_per_hour).",
@@ -65,6 +77,10 @@ class NvmeMetrics:
             "hit. 0 before the first.",
             {},
         )
+
+    def time_call(self, direction: str) -> AbstractContextManager[object]:
+        """Around one read or write, in any thread."""
+        return self._io_seconds[direction].time()
 
     def note_reuse(self, *, reused_count: int, dropped_count: int, reinserted_count: int) -> None:
         """Likewise."""

@@ -84,12 +84,7 @@ class Registry:
 
     def samples(self) -> dict[str, float]:
         """`name{label="value"}` -> value."""
-        found = {}
-        for family in self.gather():
-            for sample in family.samples:
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
-                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-        return found
+        return samples_of(self.gather())
 
 
 class _Gathered:
@@ -98,6 +93,16 @@ class _Gathered:
 
     def collect(self) -> list[Metric]:
         return self._families
+
+
+def samples_of(families: list[Metric]) -> dict[str, float]:
+    """`name{label="value"}` -> value, of what was gathered; in any thread."""
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
 
 
 def text_of(families: list[Metric]) -> bytes:

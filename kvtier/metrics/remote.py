@@ -20,6 +20,12 @@ class RemoteMetrics:
             "corrupt: its bytes were not those that were asked for.",
             {"direction": TRANSFERS, "outcome": TRANSFER_OUTCOMES},
         )
+        seconds = registry.histogram(
+            "kvtier_remote_transfer_seconds",
+            "Time of one batch to or from the remote engine, from asked for to returned.",
+            {"direction": TRANSFERS},
+        )
+        self.transfer_seconds = {one: seconds.labels(one) for one in TRANSFERS}
         self.found_blocks = registry.counter(
             "kvtier_remote_found_blocks_total",
             "Blocks found in the remote engine that this daemon did not know of.",

@@ -40,8 +40,8 @@ class StateMetrics:
             "in mid-copy, and what it holds cannot be evicted before the deadline.",
             {},
         )
-        self.waiting_calls = registry.gauge(
-            "kvtier_waiting_acquire_calls", "Acquire calls that wait for a promotion.", {}
+        self.waiting_leases = registry.gauge(
+            "kvtier_waiting_leases", "Leases asked for that wait for a promotion.", {}
         )
         self.slabs = registry.gauge(
             "kvtier_slabs", "Slabs by use.", {"use": ("stock", "bound", "pending")}

@@ -8,12 +8,14 @@ is the tier's pool: it asks nothing of a slab but its bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from kvtier.checksum import combine_checksums
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
 from kvtier.io.copy import copy_batch, copy_summed
@@ -29,8 +31,10 @@ CopySummed = Callable[[Sequence[Bytes], Sequence[Bytes], int], list[int]]
 
 # A node without processors has few users but us; the kernel's own part is taken off already.
 RESERVE_BYTES = 16 << 20
+# More than most processors' caches hold, in pieces, as far as the time goes.
 _MEASURE_BYTES_MAX = 64 << 20
-_MEASURE_ROUNDS = 4
+_MEASURE_PIECE_BYTES = 4 << 20
+_MEASURE_SECONDS_MAX = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,31 +189,62 @@ class EmulatedMemory:
         """Nothing is held but the slabs."""
 
 
+def copy_compared(
+    copy_summed: CopySummed,
+    targets: Sequence[Bytes],
+    sources: Sequence[Bytes],
+    *,
+    payload_bytes: int,
+    checksums: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:
+    """Copy blocks, all their shards in a row; of each whether it has arrived with its checksum.
+
+    `payload_bytes`: of one shard; the rest of its view is padding.
+    """
+    sums = copy_summed(targets, sources, payload_bytes)
+    shard_count = len(sums) // len(checksums)
+    found = [
+        combine_checksums(sums[first : first + shard_count])
+        for first in range(0, len(sums), shard_count)
+    ]
+    return np.equal(np.array(found, np.uint64), checksums)
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """What copies of one thread reach, between ordinary memory and a slab."""
+    """What copies of one thread reach between ordinary memory and a slab, and within the former."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
+    dram_bytes_per_second: float
 
 
 def measure_speed(memory: CxlMemory, slab: Slab, clock: Clock) -> MeasuredSpeed:
-    """The mean of a few copies; what the slab holds is lost. In a thread: it takes a moment.
-
-    Whether engines should copy from here or through DRAM follows from it.
+    """The mean of a few copies; what the slab holds is lost. In a thread: it takes a moment, and
+    three times `_MEASURE_SECONDS_MAX` and one piece at most.
     """
     length_bytes = min(slab.length_bytes, _MEASURE_BYTES_MAX)
-    inside = slab.mapping.array[:length_bytes]
-    outside = np.ones(length_bytes, np.uint8)  # Zeros would all be one page.
+    piece_bytes = min(length_bytes, _MEASURE_PIECE_BYTES)
+    firsts = range(0, length_bytes - piece_bytes + 1, piece_bytes)
+    inside = [slab.mapping.array[first : first + piece_bytes] for first in firsts]
+    ordinary = np.ones(length_bytes, np.uint8)  # Zeros would all be one page.
+    outside = [ordinary[first : first + piece_bytes] for first in firsts]
+    buffer = np.ones(piece_bytes, np.uint8)
 
-    def rate(target: Bytes, source: Bytes) -> float:
-        began_at = clock.now()
-        for _ in range(_MEASURE_ROUNDS):
-            memory.copy_batch([target], [source])
-        return _MEASURE_ROUNDS * length_bytes / max(clock.now() - began_at, 1e-9)
+    def rate(copy: CopyBatch, pairs: Iterable[tuple[Bytes, Bytes]]) -> float:
+        began_at, count = clock.now(), 0
+        for target, source in pairs:
+            copy([target], [source])
+            count += 1
+            if clock.now() - began_at > _MEASURE_SECONDS_MAX:
+                break
+        return count * piece_bytes / max(clock.now() - began_at, 1e-9)
 
-    write_rate = rate(inside, outside)
-    return MeasuredSpeed(rate(outside, inside), write_rate)
+    return MeasuredSpeed(
+        write_bytes_per_second=rate(memory.copy_batch, ((one, buffer) for one in inside)),
+        read_bytes_per_second=rate(memory.copy_batch, ((buffer, one) for one in inside)),
+        dram_bytes_per_second=rate(copy_batch, ((buffer, one) for one in outside)),
+    )
 
 
 def _slab_count(label: str, budget_bytes: int, slab_bytes: int) -> int:

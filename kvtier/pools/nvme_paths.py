@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -219,5 +220,6 @@ def _make_room(path: Path, length_bytes: int | None, *, preallocate: bool) -> No
         raise ConfigError(f"{path} is in use by another process (flock)") from None
     except OSError as error:
         if is_new:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # On a read-only file system, though there is nothing.
+                path.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}") from None

@@ -1,4 +1,5 @@
-"""HTTP for people and Prometheus: /metrics and /healthz, on loopback, in a thread of its own.
+"""HTTP for people and Prometheus: a status page, /metrics and /healthz, on loopback, in a thread of
+its own.
 
 A thread, because /healthz must answer when the event loop does not. Whatever touches the daemon's
 state runs on the loop; the thread only waits for it.
@@ -8,26 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import socket
 import socketserver
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
+from importlib.resources import files
 
 from prometheus_client import Metric
 
 from kvtier.clock import Clock
 from kvtier.config_values import split_address
 from kvtier.errors import ConfigError
-from kvtier.metrics.registry import text_of
+from kvtier.metrics.registry import samples_of, text_of
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.reporter import Reporter
+from kvtier.version import VERSION
 
 # The loop ticks once a second at least; three missed ticks are no hiccup.
 TICK_AGE_SECONDS_MAX = 3.0
 ANSWER_SECONDS_MAX = 5.0
 REQUEST_SECONDS_MAX = 5.0  # One request at a time: a silent client may block others this long.
 TEXT = "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
+JSON = "application/json"
+# The page is whole in itself: whatever a name in it might try, nothing is loaded from elsewhere.
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
 METRICS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 Answer = tuple[HTTPStatus, str, bytes]
@@ -40,6 +51,7 @@ class AdminServer:
         self._core = core
         self._reporter = reporter
         self._clock = clock
+        self._page = files("kvtier.server").joinpath("status_page.html").read_bytes()
         self._loop: asyncio.AbstractEventLoop | None = None
         host, port = split_address("admin.address", address)
         try:
@@ -64,19 +76,34 @@ class AdminServer:
 
     def _answer(self, path: str) -> Answer:
         if path == "/metrics":
-            return self._metrics()
+            return self._told(METRICS_TEXT, text_of)
+        if path == "/status.json":
+            return self._told(JSON, self._status)
+        if path in ("/", "/status"):
+            return HTTPStatus.OK, HTML, self._page
         if path == "/healthz":
             return self._health()
-        return HTTPStatus.NOT_FOUND, TEXT, b"here are /metrics and /healthz\n"
+        return HTTPStatus.NOT_FOUND, TEXT, b"here are /status, /metrics and /healthz\n"
 
-    def _metrics(self) -> Answer:
+    def _told(self, kind: str, words: Callable[[list[Metric]], bytes]) -> Answer:
+        """What the event loop gathers, put into words here."""
         assert self._loop is not None, "asked before the start"
         work = asyncio.run_coroutine_threadsafe(self._gather(), self._loop)
         try:
-            return HTTPStatus.OK, METRICS_TEXT, text_of(work.result(ANSWER_SECONDS_MAX))
+            return HTTPStatus.OK, kind, words(work.result(ANSWER_SECONDS_MAX))
         except TimeoutError:
             work.cancel()
             return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"the event loop does not answer\n"
+
+    def _status(self, families: list[Metric]) -> bytes:
+        samples = samples_of(families)
+        told = {
+            "version": VERSION,
+            "uptime_seconds": samples["kvtier_uptime_seconds"],
+            # The page has no use for the buckets, which are most of it.
+            "samples": {name: one for name, one in samples.items() if "_bucket{" not in name},
+        }
+        return json.dumps(told).encode()
 
     async def _gather(self) -> list[Metric]:
         return self._reporter.gather()
@@ -115,6 +142,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if kind == HTML:
+            self.send_header("Content-Security-Policy", PAGE_POLICY)
         self.end_headers()
         self.wfile.write(body)
 

@@ -52,6 +52,7 @@ from kvtier.server.namespaces import Namespaces, padded_stride, slot_stride
 from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
+from kvtier.server.owed_clears import OwedClears
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
@@ -250,7 +251,8 @@ class _Builder:
         self.search: RemoteSearch | None = None
         if lower.remote is not None:
             known_bytes = config.remote.known_bytes
-            self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes)
+            owed = OwedClears(self.plan.state_dir / "owed_clears")
+            self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes, owed=owed)
             self.search = RemoteSearch(base, self.remote)
 
     async def build(self) -> Parts:
@@ -267,6 +269,7 @@ class _Builder:
     def _build(self) -> Parts:
         self.reporter.set_limits(self._limits())
         self.base.metrics.state.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
+        self.base.metrics.state.waiting_leases.set_function(lambda: self.leasing.waiting_count)
         handlers = self._handlers()
         server, tcp_address = self._server(handlers)
         lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)

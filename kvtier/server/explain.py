@@ -42,7 +42,7 @@ class Explainer:
 
     def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
         about = request.WhichOneof("about")
-        if about is None:
+        if about is None or not getattr(request, about):
             raise BadRequest("nothing to explain: send a hash or a request_id")
         now, history = self._clock.now(), self._history
         since = history.remembered_since

@@ -28,6 +28,7 @@ SLOW_CALLS_MAX = 64
 HAPPENINGS_MAX = 64
 # Beside its hashes, about what one remembered request takes.
 REQUEST_BYTES = 640
+REQUEST_HASHES_BYTES_MAX = 64 << 10
 _REASONS = tuple(RemovedFor)
 _TIERS = tuple(TierName)
 # Shares of the budget, in eighths.
@@ -130,9 +131,10 @@ class History:
             self._missed.add(namespace, refused, why=why, tier=0, at=now)
 
     def note_request(self, seen: RequestCall) -> None:
-        if len(seen.hashes.packed) * 4 > self._requests_bytes_max:
+        kept_bytes = min(REQUEST_HASHES_BYTES_MAX, self._requests_bytes_max // 4)
+        if len(seen.hashes.packed) > kept_bytes:
             size = len(seen.hashes[0])
-            kept = seen.hashes.packed[: self._requests_bytes_max // 4 // size * size]
+            kept = seen.hashes.packed[: kept_bytes // size * size]
             seen = replace(seen, hashes=PackedHashes(kept, size))
         calls = self._requests.pop(seen.request_id, None)
         if calls is None:

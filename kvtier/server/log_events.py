@@ -27,7 +27,7 @@ EVENTS: dict[str, LogEvent] = {
     "daemon ready": LogEvent(
         "info",
         "the sockets answer",
-        ("socket", "version", "generation", "pages", "budget_bytes", "slab_bytes", "tcp", "admin"),
+        ("socket", "pages", "budget", "slab", "generation", "admin", "tcp"),
     ),
     "draining": LogEvent("info", "a signal came: no new work", ("signal",)),
     "drained": LogEvent("info", "nothing is held any more, or the time is over", ("held",)),
@@ -71,6 +71,10 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "epoch record unreadable": LogEvent("warning", "a new epoch begins", ("path", "reason")),
     "epoch record damaged, a new epoch begins": LogEvent("warning", "blocks are void", ("path",)),
+    "kv events dropped, all will be announced anew": LogEvent(
+        "warning", "their readers are too slow", ("topic", "waiting")
+    ),
+    "replay request not understood": LogEvent("warning", "of KV events", ("frames",)),
     "making nvme pool": LogEvent("info", "the first start", ("paths", "bytes")),
     "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean")),
     "nvme pool read": LogEvent(
@@ -85,7 +89,11 @@ EVENTS: dict[str, LogEvent] = {
     "cxl memory opened": LogEvent("info", "", ("memory", "slabs")),
     "the cxl tier is emulated: it is ordinary memory, slowed down": LogEvent("warning", "as asked"),
     "cxl slab refused": LogEvent("warning", "no memory there", ("reason",)),
-    "cxl tier opened": LogEvent("info", "", ("memory", "bytes")),
+    "cxl tier opened": LogEvent(
+        "info",
+        "what one thread copies from it, to it, and within ordinary memory",
+        ("memory", "bytes", "read", "write", "dram"),
+    ),
     "the cxl tier is off: it has no memory": LogEvent("error", "", ("memory",)),
     "remote engine opened": LogEvent("info", "", ("engine", "codec")),
     "remote.engine is off: the other options of [remote] have no effect": LogEvent(
@@ -93,6 +101,16 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "remote engine is told nothing of our end": LogEvent(
         "warning", "it did not answer", ("engine",)
+    ),
+    "remote clear is owed from an earlier life, the tier is off for its namespace": LogEvent(
+        "warning", "the engine was not told; it is tried again", ("namespace", "engine")
+    ),
+    "remote clear that was owed is done": LogEvent("info", "", ("namespace", "engine")),
+    "owed clears are unreadable": LogEvent(
+        "warning", "in state_dir; one is taken to be owed", ("reason",)
+    ),
+    "owed clear cannot be forgotten": LogEvent(
+        "warning", "in state_dir; it is done again at the next start", ("reason",)
     ),
     "remote share answers again": LogEvent("info", "", ("path",)),
     "remote share is evicted from by this daemon": LogEvent("info", "it owns that now", ("path",)),

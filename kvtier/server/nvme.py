@@ -87,6 +87,7 @@ class NvmeKeeper:
         self.recovered_count = 0
         self.recovery_seconds = 0.0
         base.namespaces.tell_opened(self._hand_over)
+        paths.time_calls(base.metrics.nvme.time_call)
 
     async def open(self) -> None:
         """From here on the pool says that it was not closed in order. Raises ConfigError."""

@@ -6,7 +6,8 @@ that is slow, gone or off costs a miss, and what it holds is remembered until it
 
 A namespace has an epoch among the nodes (`pools/remote/epochs.py`), besides the daemon's own one. A
 clear changes both, the nodes' one last: while that could not be changed the tier is off for the
-namespace, or blocks of before would be found again.
+namespace, or blocks of before would be found again. Such a clear is *owed*: it is tried again and
+again, also by the next life of the daemon (`owed_clears.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.dram import DramPool
 from kvtier.pools.remote.blocks import BlockViews, Ending, RemoteBlocks, RemoteLayout
 from kvtier.pools.remote.engine import RemoteOutcome
-from kvtier.pools.remote.epochs import MEMBER_BYTES, EpochWatch
+from kvtier.pools.remote.epochs import MEMBER_BYTES, EpochTimes, EpochWatch
 from kvtier.pools.remote.frame import FrameFault
 from kvtier.pools.superblock import ROW_COUNT_MAX
 from kvtier.server.base import Base
 from kvtier.server.namespaces import OpenedNamespace
+from kvtier.server.owed_clears import OwedClears
 from kvtier.server.remote import RemoteParts, element_width
 from kvtier.types import BlockHash, NamespaceId, TierName
 
@@ -54,17 +56,35 @@ class _Space:
     # Clears are numbered. While the last one is not done among the nodes the tier is off.
     clear_begun: int = 0
     clear_done: int = 0
+    is_paying: bool = False  # Somebody tries again and again.
+
+    @property
+    def is_clear_owed(self) -> bool:
+        return self.clear_done < self.clear_begun
 
     def current_epoch(self) -> int | None:
-        return None if self.clear_done < self.clear_begun else self.epochs.current_epoch()
+        return None if self.is_clear_owed else self.epochs.current_epoch()
 
 
 class RemoteKeeper:
     """Lives on the event loop."""
 
-    def __init__(self, base: Base, dram: DramPool, parts: RemoteParts, *, known_bytes: int) -> None:
+    def __init__(
+        self,
+        base: Base,
+        dram: DramPool,
+        parts: RemoteParts,
+        *,
+        known_bytes: int,
+        owed: OwedClears,
+        times: EpochTimes = EpochTimes(),
+    ) -> None:
         """`known_bytes`: of blocks that are remembered to be there."""
         self._base = base
+        self._owed = owed
+        self._times = times
+        # A file of `owed` is written or removed, and what it says changed here, by one at a time.
+        self._owing = asyncio.Lock()
         self._dram = dram
         self._parts = parts
         self._segment_count = max(2, known_bytes // SEGMENT_BYTES)
@@ -112,6 +132,11 @@ class RemoteKeeper:
     def _open(self, namespace: OpenedNamespace) -> None:
         """Follow its epoch from now on."""
         assert self._tasks is not None, "a namespace before the start"
+        try:  # One look at a name: no thread, or the namespace would be in use meanwhile.
+            is_owed = self._owed.is_owed(namespace.fingerprint)
+        except OSError as error:
+            log.warning("owed clears are unreadable", extra={"reason": error.strerror})
+            is_owed = True
         parts, spec = self._parts, namespace.spec
         epochs = EpochWatch(
             parts.engine,
@@ -119,6 +144,7 @@ class RemoteKeeper:
             self._member,
             clock=self._base.clock,
             draw=secrets.randbits,
+            times=self._times,
         )
         layout = RemoteLayout(
             namespace.fingerprint,
@@ -139,6 +165,13 @@ class RemoteKeeper:
         self._spaces[namespace.id] = space
         name = f"remote epoch {namespace.id}"
         self._following.append(self._tasks.create_task(epochs.follow(), name=name))
+        if is_owed:
+            space.clear_begun = 1
+            log.warning(
+                "remote clear is owed from an earlier life, the tier is off for its namespace",
+                extra={"namespace": namespace.id, "engine": self.name},
+            )
+            self._pay(space)
 
     # ----------------------------------------------------------------------------- instructions
 
@@ -172,7 +205,8 @@ class RemoteKeeper:
         self, asked: Demote, blocks: Sequence[BlockViews], checksums: npt.NDArray[np.uint64]
     ) -> None:
         space = self._spaces[asked.namespace]
-        endings = await space.blocks.put(blocks, timeout_seconds=self._parts.timeout_seconds)
+        with self._base.metrics.remote.transfer_seconds["demote"].time():
+            endings = await space.blocks.put(blocks, timeout_seconds=self._parts.timeout_seconds)
         outcomes = _outcomes(endings, {FrameFault.CHECKSUM: TransferOutcome.CORRUPT})
         self._base.metrics.blocks.corrupt_blocks.inc(
             int((outcomes == TransferOutcome.CORRUPT).sum())
@@ -181,7 +215,8 @@ class RemoteKeeper:
 
     async def _promote(self, asked: Promote, blocks: Sequence[BlockViews]) -> None:
         space = self._spaces[asked.namespace]
-        endings = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
+        with self._base.metrics.remote.transfer_seconds["promote"].time():
+            endings = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
         faults = dict.fromkeys(FrameFault, TransferOutcome.CORRUPT)
         outcomes = _outcomes(endings, _GONE | faults)
         views = [one.shards for one in blocks]
@@ -228,27 +263,67 @@ class RemoteKeeper:
                 return count if count or outcome is RemoteOutcome.ABSENT else None
         return len(outcomes)
 
-    def begin_clear(self, namespace: NamespaceId) -> int:
-        """Before the core forgets: nothing of the namespace is found or got from now on. The
-        number of this clear."""
-        space = self._spaces[namespace]
-        space.clear_begun += 1
-        return space.clear_begun
+    async def begin_clear(self, namespace: NamespaceId) -> int:
+        """Before the core forgets: nothing of the namespace is found or got from now on, also not
+        by a next life of the daemon. The number of this clear.
 
-    async def end_clear(self, namespace: NamespaceId, number: int) -> None:
-        """Once the core has forgotten: the namespace is empty for all nodes when this returns.
-
-        Raises Unavailable when that could not be done; then the tier is off for it here until it is
-        cleared again. Not to be cancelled.
+        Raises KVTierError when that cannot be recorded; nothing was changed then.
         """
         space = self._spaces[namespace]
-        cleared = await space.epochs.clear()
-        if cleared.outcome is not RemoteOutcome.DONE:
+        async with self._owing:
+            await asyncio.to_thread(self._owed.note, space.namespace.fingerprint)
+            space.clear_begun += 1
+            return space.clear_begun
+
+    async def end_clear(self, namespace: NamespaceId, number: int) -> None:
+        """Tell the other nodes; when this returns none of them uses what was there before.
+
+        Raises Unavailable when that could not be done; then the tier is off for it here until it
+        could. Not to be cancelled.
+        """
+        space = self._spaces[namespace]
+        outcome = await self._clear(space, number)
+        if outcome is not RemoteOutcome.DONE:
+            self._pay(space)
             raise Unavailable(
-                f"cleared on this node, but {self.name} could not be told ({cleared.outcome}): "
-                "other nodes still use what is there, and this one nothing of it; clear again"
+                f"cleared on this node, but {self.name} could not be told ({outcome}): other nodes "
+                "still use what is there, and this one nothing of it until it could be told, which "
+                "is tried again and again"
             )
-        space.clear_done = max(space.clear_done, number)
+
+    async def _clear(self, space: _Space, number: int) -> RemoteOutcome:
+        cleared = await space.epochs.clear()
+        if cleared.outcome is RemoteOutcome.DONE:
+            space.clear_done = max(space.clear_done, number)
+            async with self._owing:
+                if not space.is_clear_owed:  # Else another one has begun.
+                    await self._forget_owed(space)
+        return cleared.outcome
+
+    async def _forget_owed(self, space: _Space) -> None:
+        try:
+            await asyncio.to_thread(self._owed.forget, space.namespace.fingerprint)
+        except OSError as error:  # The next life clears once more.
+            log.warning("owed clear cannot be forgotten", extra={"reason": error.strerror})
+
+    def _pay(self, space: _Space) -> None:
+        """Have the clear that is owed done, beside all else."""
+        if space.is_paying or self._is_over:
+            return
+        assert self._tasks is not None, "the remote tier was not started"
+        space.is_paying = True
+        name = f"remote clear {space.namespace.id}"
+        self._following.append(self._tasks.create_task(self._pay_owed(space), name=name))
+
+    async def _pay_owed(self, space: _Space) -> None:
+        try:
+            while space.is_clear_owed:
+                if await self._clear(space, space.clear_begun) is not RemoteOutcome.DONE:
+                    await asyncio.sleep(self._times.refresh_seconds)
+        finally:
+            space.is_paying = False
+        extra = {"namespace": space.namespace.id, "engine": self.name}
+        log.info("remote clear that was owed is done", extra=extra)
 
     # ------------------------------------------------------------------------------------- end
 

@@ -123,7 +123,7 @@ class AdminCalls:
     async def _clear(self, namespace: OpenedNamespace) -> ins.Cleared:
         if self._remote is None:
             return await self._namespaces.clear(namespace)
-        number = self._remote.begin_clear(namespace.id)
+        number = await self._remote.begin_clear(namespace.id)
         cleared = await self._namespaces.clear(namespace)
         await self._remote.end_clear(namespace.id, number)
         return cleared

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import re
 import shutil
@@ -38,7 +37,6 @@ CONFIGS = (
     KUBERNETES / "example" / "kvtier.toml",
     DEPLOY / "systemd" / "kvtier.toml",
 )
-WRITTEN_ELSEWHERE = ("../prometheus", "../grafana")
 OURS = "10464"  # User and group of the image.
 MIB = 1 << 20
 PROCESS_BYTES = 200 * MIB  # Beside the slabs, as docs/operations.md has it.
@@ -83,7 +81,8 @@ def test_hadolint_finds_nothing(name: str) -> None:
 
 
 def test_yamllint_finds_nothing() -> None:
-    paths = [*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")]
+    """Rules have promtool."""
+    paths = [path for folder in (DOCKER, KUBERNETES) for path in folder.rglob("*.y*ml")]
     assert len(paths) > 10
     run(tool("yamllint"), "--strict", "-d", YAMLLINT, *paths)
 
@@ -144,6 +143,8 @@ def test_every_command_line_is_one_of_kvtier() -> None:
 def test_units_and_images_start_the_same_file() -> None:
     unit = (DEPLOY / "systemd" / "kvtier.service").read_text()
     for words in command_lines():
+        if words[0] != "serve":
+            continue
         assert f"ExecStart=/opt/kvtier/bin/kvtier {' '.join(words)}\n" in unit
 
 
@@ -205,7 +206,11 @@ def config_of(text: str) -> Config:
 
 
 def pod_of(documents: list[Document]) -> Any:
-    [pod] = [one["spec"]["template"]["spec"] for one in documents if one["kind"] == "DaemonSet"]
+    [pod] = [
+        one["spec"]["template"]["spec"]
+        for one in documents
+        if one["kind"] == "DaemonSet" and one["metadata"]["name"] == "kvtier"
+    ]
     return pod
 
 
@@ -250,8 +255,6 @@ def test_what_is_mounted_or_built_from_exists() -> None:
     for name, service in COMPOSE["services"].items():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
-            if source in WRITTEN_ELSEWHERE and not (DOCKER / source).exists():
-                continue
             if source.startswith("."):
                 assert (DOCKER / source).exists(), f"{name}: {source}"
             else:
@@ -301,8 +304,6 @@ def test_what_pip_installs_is_pinned_to_versions_that_pyproject_allows() -> None
         for line in (DOCKER / "constraints.txt").read_text().splitlines()
         if line and not line.startswith("#")
     )
-    assert set(pinned) == {one.name for one in wanted}
+    assert set(pinned) >= {one.name for one in wanted}
     for one in wanted:
         assert one.specifier.contains(pinned[one.name]), one
-        # "The versions that the tests ran with": another environment may have newer ones.
-        assert importlib.metadata.version(one.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import re
 import shutil
 import subprocess
@@ -26,11 +25,16 @@ needs_systemd = pytest.mark.skipif(
 )
 
 
-class Unit(configparser.RawConfigParser):
-    def __init__(self, name: str) -> None:
-        super().__init__(delimiters="=", strict=False)
-        self.optionxform = str  # type: ignore[assignment,method-assign]  # As typeshed has it.
-        self.read(UNITS / name)
+def unit_of(name: str) -> dict[str, dict[str, str]]:
+    """Section -> option -> its values, one a line: an option may be given several times."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (UNITS / name).read_text().splitlines():
+        if line.startswith("["):
+            options = found.setdefault(line.strip("[]"), {})
+        elif line and not line.startswith("#"):
+            option, _, value = line.partition("=")
+            options[option] = f"{options[option]}\n{value}" if option in options else value
+    return found
 
 
 def systemd_version() -> int:
@@ -48,7 +52,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "usr/lib/systemd").mkdir(parents=True)
     own = next(path for path in map(Path, ("/usr/lib/systemd", "/lib/systemd")) if path.exists())
     shutil.copytree(own / "system", tmp_path / "usr/lib/systemd/system", symlinks=True)
-    program = tmp_path / Unit("kvtier.service")["Service"]["ExecStart"].split()[0].lstrip("/")
+    program = tmp_path / unit_of("kvtier.service")["Service"]["ExecStart"].split()[0].lstrip("/")
     program.parent.mkdir(parents=True)
     shutil.copy("/bin/true", program)
     return tmp_path
@@ -84,11 +88,11 @@ def test_the_service_is_exposed_by_three_at_most(unit: str) -> None:
 
 
 def test_a_tenant_s_service_is_the_other_one_but_for_its_names() -> None:
-    one, template = Unit("kvtier.service"), Unit("kvtier@.service")
-    assert one.sections() == template.sections()
+    one, template = unit_of("kvtier.service"), unit_of("kvtier@.service")
+    assert list(one) == list(template)
     differing = {
         name
-        for section in one.sections()
+        for section in one
         for name in {*one[section], *template[section]}
         if one[section].get(name) != template[section].get(name)
     }
@@ -100,18 +104,24 @@ def test_a_tenant_s_service_is_the_other_one_but_for_its_names() -> None:
 
 def test_the_socket_unit_listens_where_the_configuration_says_as_the_daemon_would() -> None:
     config = load(UNITS / "kvtier.toml", {})
-    unit, service = Unit("kvtier.socket")["Socket"], Unit("kvtier.service")["Service"]
+    unit, service = unit_of("kvtier.socket")["Socket"], unit_of("kvtier.service")["Service"]
     session = Path(config.server.socket)
     assert unit["ListenSequentialPacket"] == str(session)
     assert unit["ListenStream"] == str(lane_socket_path(session))
     assert (unit["SocketMode"], unit["DirectoryMode"]) == ("0660", "0755")
     assert (unit["SocketUser"], unit["SocketGroup"]) == (service["User"], service["Group"])
     assert session.parent == Path("/run", service["RuntimeDirectory"])
-    assert service["Environment"] == f"{SOCKET_VARIABLE}={session}"
+    assert f"{SOCKET_VARIABLE}={session}" in service["Environment"].splitlines()
+
+
+def test_the_daemon_knows_of_the_store_whatever_the_version_of_systemd() -> None:
+    service = unit_of("kvtier.service")["Service"]
+    told = f"FDSTORE={service['FileDescriptorStoreMax']}"
+    assert told in service["Environment"].splitlines()
 
 
 def test_what_is_made_at_boot_belongs_to_who_runs_the_daemon() -> None:
-    service = Unit("kvtier.service")["Service"]
+    service = unit_of("kvtier.service")["Service"]
     user, group = service["User"], service["Group"]
     lines = [
         line.split()
@@ -135,6 +145,6 @@ def test_the_document_says_what_to_do_with_each_file() -> None:
 
 def test_the_service_waits_as_long_as_the_daemon_drains() -> None:
     config = load(UNITS / "kvtier.toml", {})
-    service = Unit("kvtier.service")["Service"]
+    service = unit_of("kvtier.service")["Service"]
     assert int(service["TimeoutStopSec"]) >= config.server.drain_seconds + 10
     assert tomllib.loads((UNITS / "kvtier.toml").read_text())["server"]["socket"]

@@ -20,6 +20,14 @@ pytestmark = pytest.mark.slow
 UNREACHABLE = ("NewConnectionError", "NameResolutionError", "Could not connect", "timed out")
 
 
+LIST = """
+import importlib.metadata
+for one in importlib.metadata.distributions():
+    if one.name != "kvtier":
+        print(one.name.lower().replace("_", "-"))
+"""
+
+
 def run(*words: str | Path, folder: Path) -> str:
     """Standard output of a command that must not fail, and that knows nothing of this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -44,6 +52,9 @@ def test_a_fresh_install_serves_checks_and_measures(
         build_wheel(tmp_path),
         folder=tmp_path,
     )
+    installed = run(python, "-c", LIST, folder=tmp_path).split()
+    pinned = (ROOT / "deploy/docker/constraints.txt").read_text()
+    assert not [name for name in installed if f"\n{name}==" not in pinned]
     imported = run(python, "-c", "import kvtier; print(kvtier.__path__[0])", folder=tmp_path)
     assert imported.startswith(str(tmp_path / "fresh"))
 

@@ -37,15 +37,18 @@ PLACES = {
 }
 
 
-def why_impossible() -> str:
-    """Why there can be no such machine here; empty: there can."""
+class Impossible(Exception):
+    """There can be no such machine here; the message says why."""
+
+
+def check_possible() -> None:
     if os.geteuid() != 0:
-        return "it needs root, for namespaces and mounts"
+        raise Impossible("it needs root, for namespaces and mounts")
     if missing := [tool for tool in ("systemd-nspawn", "nsenter") if not shutil.which(tool)]:
-        return f"it needs {' and '.join(missing)} (Debian: systemd-container, util-linux)"
+        needed = " and ".join(missing)
+        raise Impossible(f"it needs {needed} (Debian: systemd-container, util-linux)")
     if not Path("/lib/systemd/systemd").exists():
-        return "it needs systemd's own program, to start it in the container"
-    return ""
+        raise Impossible("it needs systemd's own program, to start it in the container")
 
 
 class SystemdMachine:
@@ -62,9 +65,10 @@ class SystemdMachine:
         for name in ("upper", "work", "root"):
             (self.folder / name).mkdir()
         options = f"lowerdir=/,upperdir={self.folder}/upper,workdir={self.folder}/work"
-        subprocess.run(
-            ["mount", "-t", "overlay", "-o", options, "overlay", str(self.root)], check=True
-        )
+        mount = ["mount", "-t", "overlay", "-o", options, "overlay", str(self.root)]
+        done = subprocess.run(mount, capture_output=True, text=True)
+        if done.returncode:
+            raise Impossible(f"no overlay of this machine's root: {done.stderr.strip()}")
         # Its own life, not this machine's.
         (self.root / "etc/machine-id").write_text("")
         shutil.rmtree(self.root / "var/log/journal", ignore_errors=True)
@@ -116,7 +120,8 @@ class SystemdMachine:
             except subprocess.TimeoutExpired:
                 self._nspawn.kill()
                 self._nspawn.wait()
-        subprocess.run(["umount", "--recursive", str(self.root)], check=False)
+        if self.root.is_mount():
+            subprocess.run(["umount", "--recursive", str(self.root)], check=False)
 
     # ------------------------------------------------------------------------------------ inside
 
@@ -214,7 +219,11 @@ class SystemdMachine:
 
 @contextlib.contextmanager
 def systemd_machine() -> Iterator[SystemdMachine]:
-    """A container with kvtier installed and not started, and a user `engine` of its group."""
+    """A container with kvtier installed and not started, and a user `engine` of its group.
+
+    Raises Impossible.
+    """
+    check_possible()
     (ROOT / ".kvtier").mkdir(exist_ok=True)
     # On a disk, not in memory: a pool's files are read and written past the page cache.
     folder = Path(tempfile.mkdtemp(prefix="systemd-", dir=ROOT / ".kvtier"))

@@ -129,6 +129,7 @@ class World:
         self.lower: dict[TierName, LowerShell] = {}  # Opened; the fastest first.
         self.dropped_slots: set[int] = set()
         self.removed_count = 0
+        self.removals: list[ins.BlocksRemoved] = []
         self.reserved_watchers: list[Callable[[list[int]], None]] = []
         self.drop_watchers: list[Callable[[Sequence[SlabId]], None]] = []
         self._next_slab = 1
@@ -436,6 +437,7 @@ class World:
                 assert stored.issuperset(done.hashes), "removed twice"
                 stored.difference_update(done.hashes)
                 self.removed_count += len(done.hashes)
+                self.removals.append(done)
             case ins.NamespaceCleared():
                 record = self.namespaces[done.namespace]
                 record.epoch = done.epoch

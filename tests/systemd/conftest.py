@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.systemd_machine import SystemdMachine, systemd_machine, why_impossible
+from tests.support.systemd_machine import Impossible, SystemdMachine, systemd_machine
 
 
 @pytest.fixture(scope="session")
 def booted() -> Iterator[SystemdMachine]:
-    if reason := why_impossible():
-        pytest.skip(reason)
-    with systemd_machine() as machine:
+    with contextlib.ExitStack() as stack:
+        try:
+            machine = stack.enter_context(systemd_machine())
+        except Impossible as reason:
+            pytest.skip(str(reason))
         yield machine
 
 

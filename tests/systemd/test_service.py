@@ -54,6 +54,19 @@ def test_blocks_come_back_through_the_sandbox_after_the_daemon_was_stopped(
     assert "page cache" not in machine.journal(), "O_DIRECT was not to be had"
 
 
+def test_a_pool_elsewhere_is_refused_in_a_line_until_a_drop_in_allows_it(
+    machine: SystemdMachine,
+) -> None:
+    machine.run("install", "--directory", "--owner=kvtier", "/srv/pool")
+    machine.configure('[nvme]\npaths = ["/srv/pool/file"]\nbytes = "512MiB"\n')
+    assert machine.run("systemctl", "start", "kvtier", check=False).returncode
+    assert machine.property("ExecMainStatus") == "2", "a mistake that no restart mends"
+    assert "ConfigError: /srv/pool/file: Read-only file system" in machine.journal()
+    machine.drop_in("[Service]\nReadWritePaths=/srv/pool\n")
+    machine.systemctl("start", "kvtier")
+    machine.wait(lambda: "nvme pool opened" in machine.journal(), "the pool", 10)
+
+
 def test_a_daemon_that_hangs_is_ended_with_its_stacks_in_the_log_and_started_again(
     machine: SystemdMachine,
 ) -> None:

@@ -81,7 +81,7 @@ LAYERS: dict[str, Layer] = {
     "cli": Layer(
         (
             *(*SHARED, "clock", "paths", "config", "metrics", "policy", "core", "io", "pools"),
-            *("server", "client", "connector", "sim", "sizing", "v1"),
+            *("server", "client", "connector", "sim", "sizing", "v1", "codec"),
         ),
         ENGINES,
     ),

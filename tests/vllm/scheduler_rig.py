@@ -219,20 +219,14 @@ class SchedulerRig:
         output = self.scheduler.schedule()
         order = output.kv_connector_metadata
         self.orders.append(order)
-        self.worker.fence(order)
-        self.worker.start(order)
+        self._start(order)
         if early:
             self._copy()
         self._forward(output)
         if copies:
             self._copy()
-        received = self.worker.take_received()
-        transfer = KVConnectorOutput(
-            finished_recving=received or None,
-            invalid_block_ids=self.worker.take_bad_blocks(),
-            kv_connector_worker_meta=self.worker.take_report(),
-        )
-        outputs = self.scheduler.update_from_output(output, self._sampled(output, transfer))
+        told = self._told(output)
+        outputs = self.scheduler.update_from_output(output, told)
         for out in outputs.values():
             self.finished += [o.request_id for o in out.outputs if o.finish_reason is not None]
         if answers:
@@ -262,6 +256,14 @@ class SchedulerRig:
 
     def computed_tokens(self, output: Any) -> int:
         return int(output.total_num_scheduled_tokens)
+
+    def _start(self, order: Any) -> None:
+        self.worker.fence(order)
+        self.worker.start(order)
+
+    def _told(self, output: Any) -> ModelRunnerOutput:
+        """What the engine hears of its workers."""
+        return self._sampled(output, told_by(self.worker))
 
     def _copy(self) -> None:
         self.lane.step()
@@ -310,8 +312,8 @@ class SchedulerRig:
             weights = self._weights.get((namespace, namespace.epoch))
             for block_hash, slot in namespace.resident.items():
                 wanted = content_of(block_hash, weights=weights or self.weights)
-                found = self.client.memory[0, slot]
-                assert np.array_equal(found, wanted), f"wrong KV was offloaded into slot {slot}"
+                for shard in self.client.memory:
+                    assert np.array_equal(shard[slot], wanted), f"wrong KV is in slot {slot}"
 
     def _sampled(self, output: Any, transfer: KVConnectorOutput) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
@@ -361,6 +363,16 @@ class SchedulerRig:
         assert len(self.client.reserved) == self.core.stock_count
         assert self.client.violations == []
         assert self.core.check_invariants() == []
+
+
+def told_by(worker: WorkerSide) -> KVConnectorOutput:
+    """One worker's part of a step's output."""
+    received = worker.take_received()
+    return KVConnectorOutput(
+        finished_recving=received or None,
+        invalid_block_ids=worker.take_bad_blocks(),
+        kv_connector_worker_meta=worker.take_report(),
+    )
 
 
 def with_settings(**settings: Any) -> ConnectorSettings:

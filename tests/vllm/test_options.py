@@ -89,8 +89,7 @@ def caches(*specs: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("vllm_config", "kv_cache_config", "words"),
     [
-        (config(tensor_parallel_size=2), caches(FullAttentionSpec()), "tensor parallelism"),
-        (config(pipeline_parallel_size=2), caches(FullAttentionSpec()), "pipeline parallelism"),
+        (config(prefill_context_parallel_size=2), caches(FullAttentionSpec()), "context"),
         (config(decode_context_parallel_size=2), caches(FullAttentionSpec()), "context"),
         (config(sleep=True), caches(FullAttentionSpec()), "--enable-sleep-mode"),
         (config(scales=True), caches(FullAttentionSpec()), "--calculate-kv-scales"),
@@ -109,8 +108,16 @@ def test_what_is_not_supported_is_refused_in_one_line(
     assert "kvtier" in str(refused.value)
 
 
-def test_one_group_of_full_attention_is_supported() -> None:
-    check_supported(config(), caches(FullAttentionSpec()))
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}])
+def test_one_group_of_full_attention_is_supported_on_any_ranks(ranks: dict[str, int]) -> None:
+    check_supported(config(**ranks), caches(FullAttentionSpec()))
+
+
+def test_engine_on_several_nodes_is_refused() -> None:
+    several = config(tensor_parallel_size=16)
+    several.parallel_config.nnodes_within_dp = 2
+    with pytest.raises(Unsupported, match="on 2 nodes"):
+        check_supported(several, caches(FullAttentionSpec()))
 
 
 @pytest.mark.parametrize(

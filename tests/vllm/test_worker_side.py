@@ -116,7 +116,7 @@ def test_load_that_no_worker_was_told_of_is_told_as_failed(tiny_llama: Path, ste
     results, bad, report = step(rig, rig.order(unstarted=(UnstartedLoad("r9", (7, 8)),)))
     assert results.finished_recving == {"r9"}
     assert bad == {7, 8}
-    assert report == WorkerReport([], rig.connector.get_handshake_metadata())
+    assert report == WorkerReport([], [rig.connector.get_handshake_metadata()])
 
 
 @needs_transfer_results

@@ -15,14 +15,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.connector.jobs import JobResult, StepPlan
+from kvtier.connector.sharding import Place
 from kvtier.namespace import NamespaceSpec
 
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """A worker knows its tensors and weights; the scheduler side asks for nothing before this."""
+    """A worker knows its tensors and weights; the scheduler side asks for nothing before it has
+    this of every rank."""
 
-    spec: NamespaceSpec
+    spec: NamespaceSpec  # Of the rank's own shard alone.
+    place: Place = Place()
+    machine: str = ""  # Ranks on several have no daemon in common.
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """
 
     results: list[JobResult] = field(default_factory=list)
-    handshake: Handshake | None = None
+    handshakes: list[Handshake] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport), "reports of two connectors were mixed up"
-        return WorkerReport(self.results + other.results, self.handshake or other.handshake)
+        return WorkerReport(self.results + other.results, self.handshakes + other.handshakes)

@@ -1,8 +1,9 @@
-"""The id under which the processes of one engine know each other at the daemon."""
+"""How the processes of one engine know each other, and whether they run on one machine."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from kvtier.client.base import ENGINE_ID_BYTES
@@ -21,3 +22,8 @@ def engine_id_of(vllm_config: Any) -> bytes:
         vllm_config.parallel_config.data_parallel_rank,
     )
     return hashlib.sha256(repr(facts).encode()).digest()[:ENGINE_ID_BYTES]
+
+
+def machine_id() -> str:
+    """Equal in all processes under one kernel, in whatever containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -25,14 +25,15 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises Unsupported; both sides ask, whichever is made first."""
     parallel = vllm_config.parallel_config
     for name, text in (
-        ("tensor_parallel_size", "tensor parallelism"),
-        ("pipeline_parallel_size", "pipeline parallelism"),
         ("decode_context_parallel_size", "decode context parallelism"),
         ("prefill_context_parallel_size", "prefill context parallelism"),
     ):
         size = getattr(parallel, name, 1)
         if size > 1:
-            _refuse(f"{text} ({name}={size}) is not supported yet", "run one rank an engine")
+            _refuse(f"{text} ({name}={size}) is not supported yet", "set it to 1")
+    nodes = getattr(parallel, "nnodes_within_dp", 1)
+    if nodes > 1:
+        _refuse(f"an engine on {nodes} nodes is not supported", "run each engine on one node")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         _refuse("sleep mode is not supported", "run without --enable-sleep-mode")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):

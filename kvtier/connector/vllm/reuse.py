@@ -69,7 +69,7 @@ class ReuseWatch:
         return good, tuple(sorted(fenced))
 
     def note_results(self, results: Sequence[JobResult]) -> None:
-        """These jobs read nothing any more."""
+        """These jobs read nothing any more, on no rank."""
         for result in results:
             for block in self._read.pop(result.job_id, ()):
                 if self._reader.get(block) == result.job_id:

@@ -16,13 +16,18 @@ from kvtier.client import Client
 from kvtier.connector.heads import Head
 from kvtier.connector.jobs import FailReason, JobResult
 from kvtier.connector.scheduler import SchedulerConnector
+from kvtier.connector.sharding import Place, whole_namespace
 from kvtier.connector.vllm.adapters import AdapterHashes, AdapterMarks
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, UnstartedLoad, WorkerReport
 from kvtier.connector.vllm.facts import none_hash
-from kvtier.connector.vllm.identity import engine_id_of
+from kvtier.connector.vllm.hints import HINTED_BLOCKS_MAX, Hint, hints_of
+from kvtier.connector.vllm.identity import engine_id_of, machine_id
 from kvtier.connector.vllm.measuring import Meter
 from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
+from kvtier.connector.vllm.plain import tokens_of
+from kvtier.connector.vllm.ranks import Reports, of_all_ranks, rank_count_of
+from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.connector.vllm.reuse import ReuseWatch
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
 from kvtier.types import Role, TierName
@@ -59,7 +64,17 @@ class SchedulerSide:
         room = min(settings.leased_blocks_max, max(1, int(kv_cache_config.num_blocks)))
         transfer = vllm_config.kv_transfer_config
         self._may_onboard, self._may_offload = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._settings = replace(settings, leased_blocks_max=room, may_offload=self._may_offload)
+        self._rank_count = rank_count_of(vllm_config)
+        self._settings = replace(
+            settings,
+            leased_blocks_max=room,
+            may_offload=self._may_offload,
+            worker_count=self._rank_count,
+        )
+        self._handshakes: dict[int, Handshake] = {}  # By rank.
+        self._places: tuple[Place, ...] = ()
+        self._reports = Reports(self._rank_count)
+        self._is_plan_told = False  # Workers of several learn the namespace from the first one.
         self._options = options
         self._block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._client: Any = None
@@ -76,22 +91,32 @@ class SchedulerSide:
         self._allotted: dict[str, tuple[int, Any]] = {}
         self._meter = Meter()
         self._adapters = AdapterMarks()
+        # Of ended requests, until their blocks are stored: what they say, and of which chain.
+        self._hints: dict[str, tuple[list[Hint], Sequence[bytes]]] = {}
         # Loads vLLM waits for, with their blocks: until a worker has reported them as received.
         self._loading: dict[str, tuple[int, ...]] = {}
         self._untold: dict[str, tuple[int, ...]] = {}  # Of these, not handed to a worker yet.
+        self._failed_loads: set[str] = set()  # Of these, some rank has told blocks as bad.
         self._own_results: list[JobResult] = []  # Of jobs that no worker was told of.
 
     # ------------------------------------------------------------------------------- beginning
 
     def meet(self, handshakes: Mapping[Any, Any]) -> None:
-        """The workers know the namespace; nothing is asked for before.
+        """The workers know the namespace, each its part; nothing is asked for before.
 
-        Told by vLLM before the first step, or by the first report.
+        Told by vLLM before the first step, or by the first report. Raises ConfigError.
         """
-        specs = [h.spec for h in handshakes.values() if isinstance(h, Handshake)]
-        if not specs:
+        told = [h for h in handshakes.values() if isinstance(h, Handshake)]
+        self._handshakes |= {handshake.place.rank: handshake for handshake in told}
+        if not told or self._core is not None or len(self._handshakes) < self._rank_count:
             return
-        assert all(spec == specs[0] for spec in specs), "the workers disagree about the namespace"
+        known = self._handshakes.values()
+        if any(handshake.machine != machine_id() for handshake in known):
+            raise Unsupported(
+                "kvtier: the ranks of this engine are on several machines; run each engine on one,"
+                " or without kvtier"
+            )
+        spec = whole_namespace({handshake.place: handshake.spec for handshake in known})
         client = Client(
             self._options.socket,
             settings=CLIENT_SETTINGS,
@@ -99,12 +124,18 @@ class SchedulerSide:
             role=Role.SCHEDULER,
             name="vllm scheduler",
         )
-        core = SchedulerConnector(client, specs[0], settings=self._settings)
-        self.begin(core, client, specs[0])
+        core = SchedulerConnector(client, spec, settings=self._settings)
+        self.begin(core, client, spec, tuple(handshake.place for handshake in known))
 
-    def begin(self, core: SchedulerConnector, client: Any, spec: NamespaceSpec) -> None:
+    def begin(
+        self,
+        core: SchedulerConnector,
+        client: Any,
+        spec: NamespaceSpec,
+        places: tuple[Place, ...] = (Place(),),
+    ) -> None:
         """Plan with these from now on; until then every request is a miss."""
-        self._core, self._client, self._spec = core, client, spec
+        self._core, self._client, self._spec, self._places = core, client, spec, places
 
     def _check_seed(self, core: SchedulerConnector) -> None:
         """The hashes are made in this process; a worker's seed may be another one."""
@@ -139,7 +170,8 @@ class SchedulerSide:
             self._requests[request.request_id] = Tracked(
                 request, hashes, may_onboard, may_offload, request.num_preemptions
             )
-            core.on_new_request(request.request_id, Head(hashes, len(hashes)))
+            head = Head(hashes, len(hashes))
+            core.on_new_request(request.request_id, head, tokens_of(request, self._block_tokens))
 
     def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own; always loaded between steps, never within one."""
@@ -211,7 +243,14 @@ class SchedulerSide:
         # computed, but are not.
         if tracked.has_run:
             self._note_full(core, tracked, device_blocks)
-        if core.request_finished(request.request_id):
+        if hints := hints_of(request):
+            count = min(request.num_computed_tokens // self._block_tokens, len(tracked.hashes))
+            chain = tracked.hashes[: min(count, HINTED_BLOCKS_MAX)]
+            self._hints[request.request_id] = hints, chain
+        is_held = core.request_finished(request.request_id)
+        if not is_held:
+            self._tell_hints(core, request.request_id)
+        else:
             # The last block is seldom full: nobody reads it, and vLLM gives it away first.
             blocks = device_blocks or tracked.device_blocks
             read_count = min(tracked.full_count, len(blocks))
@@ -245,37 +284,44 @@ class SchedulerSide:
         good, fenced = self._reuse.begin_step(plan.offloads)
         if len(good) < len(plan.offloads):
             kept = {job.job_id for job in good}
-            self._own_results += [
-                JobResult(job.job_id, 0, FailReason.WITHDRAWN)
-                for job in plan.offloads
-                if job.job_id not in kept
-            ]
+            for job_id in {job.job_id for job in plan.offloads} - kept:
+                reason = FailReason.WITHDRAWN
+                self._own_results += of_all_ranks(job_id, reason, self._places)
             plan = replace(plan, offloads=tuple(good))
         for job in plan.onboards:
             self._untold.pop(job.request_id, None)
         unstarted = tuple(UnstartedLoad(*item) for item in self._untold.items())
         self._untold.clear()
         self._meter.note_step(plan, output.total_num_scheduled_tokens)
+        self._is_plan_told = True
         return StepOrder(plan, fenced, unstarted)
 
     def on_output(self, output: Any) -> None:
         core, report = self._core, output.kv_connector_worker_meta
         if core is None:
             if isinstance(report, WorkerReport):
-                self.meet({0: report.handshake})
+                self.meet(dict(enumerate(report.handshakes)))
             return
         results, self._own_results = self._own_results, []
         if isinstance(report, WorkerReport):
             results = results + report.results
         bad_blocks = output.invalid_block_ids or ()
+        if bad_blocks:  # A rank tells them at once; as received vLLM counts what all have told.
+            self._failed_loads |= {
+                request_id
+                for request_id, loaded in self._loading.items()
+                if not set(loaded).isdisjoint(bad_blocks)
+            }
         for request_id in output.finished_recving or ():
             loaded = self._loading.pop(request_id, ())
-            is_good = all(block not in bad_blocks for block in loaded)
+            is_good = request_id not in self._failed_loads
+            self._failed_loads.discard(request_id)
             self._meter.note_received(request_id, is_good=is_good)
             if loaded and is_good and (tracked := self._requests.get(request_id)) is not None:
                 tracked.is_miss_noted = True  # Whatever becomes of it, it got something.
-        self._meter.note_output(results)
-        self._reuse.note_results(results)
+        ended = self._reports.take_ended(results)
+        self._meter.note_output(ended)
+        self._reuse.note_results(ended)
         if bad_blocks:  # Another connector's: in the step that loaded them they counted as good.
             core.on_blocks_invalid(bad_blocks)
         self._take_outcome(core, results)
@@ -283,11 +329,21 @@ class SchedulerSide:
     def _take_outcome(self, core: SchedulerConnector, results: Sequence[JobResult]) -> None:
         for request_id in core.on_results(results).released:
             self._reuse.unpark(request_id)
+            self._tell_hints(core, request_id)
+
+    def _tell_hints(self, core: SchedulerConnector, request_id: str) -> None:
+        """After the commits of what they are about, which are asked for by now."""
+        hints, chain = self._hints.pop(request_id, ((), ()))
+        for hint in hints if chain else ():
+            core.hint(chain, **hint)
 
     @property
     def has_work(self) -> bool:
         """Whether an idle engine should go on stepping, so that copies and commits end."""
-        return self._core is not None and (self._core.has_work or bool(self._own_results))
+        if self._core is None:
+            return False
+        is_untold = self._rank_count > 1 and not self._is_plan_told
+        return self._core.has_work or bool(self._own_results) or is_untold
 
     def take_stats(self) -> KVTierStats | None:
         return None if self._core is None else self._meter.take(self._core.stats())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,16 @@ from kvtier.client import Client
 from kvtier.connector.copying import BlockCopier
 from kvtier.connector.jobs import JobResult
 from kvtier.connector.settings import ConnectorSettings
+from kvtier.connector.sharding import Place
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.vllm.copier import cpu_copier
 from kvtier.connector.vllm.device import device_blocks, memory_node
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
 from kvtier.connector.vllm.facts import namespace_of_engine
 from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
-from kvtier.connector.vllm.identity import engine_id_of
+from kvtier.connector.vllm.identity import engine_id_of, machine_id
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
+from kvtier.connector.vllm.ranks import place_of_this_rank
 from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.connector.worker import WorkerConnector
 from kvtier.namespace import NamespaceSpec
@@ -38,6 +40,9 @@ class WorkerSide:
         self._spec: NamespaceSpec | None = None
         self._client: Any = None
         self._worker: WorkerConnector | None = None
+        # Makes it, where the namespace is known with the first plan only: it takes all ranks.
+        self._make_worker: Callable[[NamespaceSpec], WorkerConnector] | None = None
+        self._place = Place()
         self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}  # Request and blocks, by job.
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -50,30 +55,45 @@ class WorkerSide:
         geometry = geometry_of(kv_caches, config.num_blocks)
         copier = _copier(geometry, kv_caches, self._options.settings)
         spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
+        place = place_of_this_rank(self._vllm_config, config)
         client = Client(
             self._options.socket,
             settings=CLIENT_SETTINGS,
             engine_id=engine_id_of(self._vllm_config),
             role=Role.WORKER,
-            name="vllm worker",
+            shards=(place.shard,),
+            name="vllm worker" if place.rank_count == 1 else f"vllm worker {place.rank}",
             memory_node=memory_node(next(iter(kv_caches.values())).device),
         )
-        worker = WorkerConnector(client, spec, copier, settings=self._options.settings)
-        self.begin(worker, client, spec)
-        log.info(
-            "kvtier: %d bytes a block of %d tokens, %d device blocks, namespace %s",
-            geometry.shard_bytes,
-            spec.block_tokens,
-            geometry.block_count,
-            spec.fingerprint().hex(),
-        )
+
+        def make_worker(whole: NamespaceSpec) -> WorkerConnector:
+            log.info(
+                "kvtier: %d bytes a block of %d tokens, %d device blocks, namespace %s",
+                geometry.shard_bytes,
+                whole.block_tokens,
+                geometry.block_count,
+                whole.fingerprint().hex(),
+            )
+            return WorkerConnector(
+                client,
+                whole,
+                copier,
+                place=place,
+                shard_bytes=geometry.shard_bytes,
+                settings=self._options.settings,
+            )
+
+        self._client, self._spec, self._place = client, spec, place
+        self._make_worker = make_worker
+        if place.rank_count == 1:
+            self._worker = make_worker(spec)
 
     def begin(self, worker: WorkerConnector, client: Any, spec: NamespaceSpec) -> None:
         """Copy with these from now on."""
         self._worker, self._client, self._spec = worker, client, spec
 
     def handshake(self) -> Handshake | None:
-        return None if self._spec is None else Handshake(self._spec)
+        return None if self._spec is None else Handshake(self._spec, self._place, machine_id())
 
     def fence(self, order: StepOrder) -> None:
         """Before this step writes: no copy reads what it overwrites."""
@@ -86,6 +106,8 @@ class WorkerSide:
             self._received.add(load.request_id)
             self._bad_blocks.update(load.device_blocks)
         plan = order.plan
+        if self._worker is None and plan is not None and self._make_worker is not None:
+            self._worker = self._make_worker(plan.spec)
         if self._worker is None:
             return
         self._worker.note_step(order.token_count)
@@ -128,7 +150,8 @@ class WorkerSide:
         results, self._results = self._results, []
         handshake = None if self._has_reported else self.handshake()
         self._has_reported = True
-        return WorkerReport(results, handshake) if results or handshake else None
+        handshakes = [] if handshake is None else [handshake]
+        return WorkerReport(results, handshakes) if results or handshakes else None
 
     def close(self) -> None:
         if self._worker is not None:

@@ -19,10 +19,12 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from kvtier.checksum import combine_checksums, shard_checksum
+from kvtier.checksum import combine_checksums
 from kvtier.clock import Clock
 from kvtier.codec.codecs import BadEncoding, CodecId, decode, encode
 from kvtier.errors import ConfigError
+from kvtier.io.checksum import block_checksum
+from kvtier.io.copy import copy_summed
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.pools.remote.breaking import BreakingEngine
@@ -387,19 +389,18 @@ def framed(
     take: Callable[[int], Bytes],
 ) -> Bytes | FrameFault:
     """The value to put: a copy. CHECKSUM when the block is not what its checksum says any more."""
-    parts = (
-        list(one.shards)
-        if codec is CodecId.NONE
-        else encode(codec, joined(one.shards), width=width)
-    )
-    frame = take(HEADER_BYTES + sum(part.nbytes for part in parts))
-    np.concatenate(parts, out=frame[HEADER_BYTES:])
-    # Of what goes out where it can be; a block that is scribbled over now is found out at the get.
-    payload = frame[HEADER_BYTES:] if codec is CodecId.NONE else None
-    shards = one.shards if payload is None else split(payload, shape)
-    if block_checksum_of(shards) != one.checksum:
+    if codec is CodecId.NONE:
+        frame = take(HEADER_BYTES + shape.payload_bytes)
+        # Of what goes out; a block that is scribbled over now is found out at the get.
+        checksum = copied_checksum(split(frame[HEADER_BYTES:], shape), one.shards, shape)
+    else:
+        parts = encode(codec, joined(one.shards), width=width)
+        frame = take(HEADER_BYTES + sum(part.nbytes for part in parts))
+        np.concatenate(parts, out=frame[HEADER_BYTES:])
+        checksum = block_checksum(one.shards)
+    if checksum != one.checksum:
         return FrameFault.CHECKSUM
-    write_header(frame, shape, one.block, codec=codec, checksum=one.checksum)
+    write_header(frame, shape, one.block, codec=codec, checksum=checksum)
     return frame
 
 
@@ -422,17 +423,16 @@ def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> CodecId | Fram
             return FrameFault.SHAPE
     except (ValueError, BadEncoding, ConfigError):
         return FrameFault.CODEC
-    for view, shard in zip(one.shards, split(payload, shape), strict=True):
-        np.copyto(view, shard)
-    if block_checksum_of(one.shards) != header.checksum:
-        return FrameFault.CHECKSUM
+    if copied_checksum(one.shards, split(payload, shape), shape) != header.checksum:
+        return FrameFault.TORN if codec is CodecId.NONE else FrameFault.CHECKSUM
     return codec
+
+
+def copied_checksum(targets: Sequence[Bytes], sources: Sequence[Bytes], shape: BlockShape) -> int:
+    """Copy a block's shards; the block's checksum as it has arrived."""
+    return combine_checksums(copy_summed(targets, sources, shape.shard_bytes))
 
 
 def split(payload: Bytes, shape: BlockShape) -> list[Bytes]:
     size = shape.shard_bytes
     return [payload[start : start + size] for start in range(0, payload.nbytes, size)]
-
-
-def block_checksum_of(shards: Sequence[Bytes]) -> int:
-    return combine_checksums([shard_checksum(shard.data) for shard in shards])

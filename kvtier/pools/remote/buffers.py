@@ -42,13 +42,21 @@ class Buffers:
 
     def give_back(self, view: Bytes) -> None:
         """Nothing happens to a view that was not taken here, or when enough is kept."""
-        whole = view.base
-        if not isinstance(whole, np.ndarray) or not whole.flags.owndata:
+        whole = whole_of(view)
+        if whole is None:
             return
         length = whole.nbytes
-        if whole.dtype != np.uint8 or length % _STEP_BYTES or not length:
-            return
         with self._lock:
             if self._kept_bytes + length <= self._kept_bytes_max:
                 self._kept_bytes += length
                 self._free.setdefault(length, []).append(whole)
+
+
+def whole_of(view: Bytes) -> Bytes | None:
+    """The buffer that a view of `take` is of; None for other memory."""
+    whole = view.base
+    if not isinstance(whole, np.ndarray) or not whole.flags.owndata:
+        return None
+    if whole.dtype != np.uint8 or whole.nbytes % _STEP_BYTES or not whole.nbytes:
+        return None
+    return whole

@@ -12,7 +12,7 @@
         64     8  payload length in bytes, all shards
         72     8  length of the encoded payload, which follows the header
         80     8  checksum of the payload, as in the slot tables: xxh3-64 over the shards' xxh3-64
-        88     8  xxh3-64 of the encoded payload
+        88     8  xxh3-64 of the encoded payload; without a codec the payload's checksum once more
         96    28  zero
        124     4  CRC-32 of bytes 0..123
 
@@ -37,6 +37,7 @@ from kvtier.types import BlockHash
 
 MAGIC = b"KVR1"
 VERSION = 1
+NO_CODEC = 0
 HEADER_BYTES = 128
 _HEAD = struct.Struct("<4sHBB16sII32sQQQQ28x")
 _CRC = struct.Struct("<I")
@@ -55,7 +56,7 @@ class FrameFault(StrEnum):
     HASH = "hash"
     SHAPE = "shape"  # Another payload length or shard count.
     LENGTH = "length"  # The value is longer or shorter than its header says.
-    TORN = "torn"  # The encoded payload's checksum differs.
+    TORN = "torn"  # The checksum of what follows the header differs.
     CODEC = "codec"  # One that this daemon has not, or that cannot decode the bytes.
     CHECKSUM = "checksum"  # The payload's own differs after decoding.
 
@@ -94,9 +95,10 @@ def write_header(
     """Fill in the first HEADER_BYTES; the encoded payload is what lies behind them."""
     assert 16 <= len(block) <= _HASH_BYTES_MAX
     encoded = frame[HEADER_BYTES:]
+    torn = checksum if codec == NO_CODEC else shard_checksum(encoded.data)
     body = _HEAD.pack(
         *(MAGIC, VERSION, codec, len(block), shape.fingerprint, shape.epoch, shape.shard_count),
-        *(block, shape.payload_bytes, encoded.nbytes, checksum, shard_checksum(encoded.data)),
+        *(block, shape.payload_bytes, encoded.nbytes, checksum, torn),
     )
     header = body + _CRC.pack(zlib.crc32(body))
     np.copyto(frame[:HEADER_BYTES], np.frombuffer(header, np.uint8))
@@ -105,7 +107,8 @@ def write_header(
 def read_header(frame: Bytes, shape: BlockShape, block: BlockHash) -> FrameHeader | FrameFault:
     """The header of the block that is expected, or the first difference.
 
-    The encoded payload's checksum is compared as well, so that no decoder sees torn bytes.
+    The encoded payload's checksum is compared as well, so that no decoder sees torn bytes. Without
+    a codec there is no decoder: whoever copies the payload compares its checksum, and must.
     """
     if frame.nbytes < HEADER_BYTES:
         return FrameFault.SHORT
@@ -130,6 +133,6 @@ def read_header(frame: Bytes, shape: BlockShape, block: BlockHash) -> FrameHeade
     for differs, fault in differences:
         if differs:
             return fault
-    if shard_checksum(encoded.data) != torn:
+    if torn != (checksum if codec == NO_CODEC else shard_checksum(encoded.data)):
         return FrameFault.TORN
     return FrameHeader(codec, checksum, encoded_bytes)

@@ -3,9 +3,12 @@
 The daemon is a client: it lends `segment_bytes` of its memory to the store (0 where a
 mooncake_client of its own does that), and moves bytes by TCP or RDMA. The library has no deadlines:
 a call to a master that stands still takes 30 s. So calls go through threads; the wait ends at its
-deadline, the thread is back later. Each thread has one buffer that is registered with the library,
-and copies through it: no call that nobody waits for any more can write into memory that somebody
-else has.
+deadline, the thread is back later.
+
+Values go straight between the library and the buffers of `Buffers`, each registered once. Those of
+a call that nobody waits for any more are held by that call: it can write into no memory that
+somebody else has. Small values, and memory that is not from there, go through one registered
+buffer a thread.
 
 A value that is there already is left as it is. There is no compare-and-set, only a put that takes
 nothing when the key exists, and says neither. A record is therefore a run of keys KEY@NUMBER:
@@ -23,6 +26,8 @@ import asyncio
 import os
 import socket
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +39,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
-from kvtier.pools.remote.buffers import Buffers
+from kvtier.pools.remote.buffers import Buffers, whole_of
 from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
@@ -52,6 +57,12 @@ _RECORD_WINDOW = 256
 _RECORD_READS_MAX = 8
 _KEYS_A_CALL = 4096
 LANDING_BYTES = 16 << 20
+# Smaller values are sooner copied than registered one by one.
+DIRECT_BYTES_MIN = 256 << 10
+# After a call that failed the library may still read or write its memory for a moment (its own
+# time-out is a minute): the buffers of the last such calls stay registered. An open breaker lets
+# few calls through in that time.
+_DOUBTFUL_COUNT = 64
 
 # The library's error codes, as they come back from it.
 _OUTCOMES = {
@@ -104,7 +115,10 @@ class MooncakeEngine:
         self._is_lent = store is not None
         self._connecting = threading.Lock()
         self._landings = threading.local()
-        self._registered: dict[int, Bytes] = {}  # By address; a call may hang in any of them.
+        # Reentrant: a buffer may end, and be unregistered, wherever memory is collected.
+        self._registering = threading.RLock()
+        self._registered: dict[int, Bytes | None] = {}  # By address; those held for good with it.
+        self._doubtful: deque[Bytes] = deque(maxlen=_DOUBTFUL_COUNT)
         self._threads = IoThreads("kvtier-mooncake", count=settings.thread_count)
         self._calls = Calls(settings.thread_count)
         self._numbers: dict[RemoteKey, int] = {}  # Where a record was found last.
@@ -232,8 +246,9 @@ class MooncakeEngine:
             store, self._store = self._store, None
             if store is None:
                 return
-            while self._registered:
-                store.unregister_buffer(self._registered.popitem()[0])
+            with self._registering:
+                while self._registered:
+                    store.unregister_buffer(self._registered.popitem()[0])
             if not self._is_lent:
                 store.close()
 
@@ -242,28 +257,94 @@ class MooncakeEngine:
         held: Bytes | None = getattr(self._landings, "buffer", None)
         if held is not None and held.nbytes >= count_bytes:
             return held
-        if held is not None:
-            self._store.unregister_buffer(held.ctypes.data)
-            self._registered.pop(held.ctypes.data)
         buffer = aligned_buffer(max(count_bytes, LANDING_BYTES))
-        if self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) != 0:
-            raise _Trouble(RemoteOutcome.FAILED)
+        with self._registering:
+            if held is not None:
+                self._unregister(held.ctypes.data)
+            self._register(buffer)
+            self._registered[buffer.ctypes.data] = buffer  # A call may hang in it.
         self._landings.buffer = buffer
-        self._registered[buffer.ctypes.data] = buffer
         return buffer
 
+    def _register(self, whole: Bytes) -> None:
+        """Let the library read and write this, until it is unregistered or collected."""
+        address = whole.ctypes.data
+        with self._registering:
+            if address in self._registered:
+                return
+            if self._store.register_buffer(address, whole.nbytes) != 0:
+                raise _Trouble(RemoteOutcome.FAILED)
+            self._registered[address] = None
+
+    def _unregister(self, address: int) -> None:
+        with self._registering:
+            if address in self._registered:
+                del self._registered[address]
+                self._store.unregister_buffer(address)
+
+    def _register_buffer(self, whole: Bytes) -> None:
+        """One of `Buffers`, which ends when nobody has it any more."""
+        with self._registering:
+            if whole.ctypes.data not in self._registered:
+                self._register(whole)
+                weakref.finalize(whole, self._unregister, whole.ctypes.data).atexit = False
+
     def _put_group(self, group: Sequence[tuple[RemoteKey, Bytes]]) -> list[RemoteOutcome]:
-        sizes = [value.nbytes for _, value in group]
-        landing, places = self._places(sizes)
-        for (_, value), place in zip(group, places, strict=True):
-            np.copyto(landing[place : place + value.nbytes], value)
-        address = landing.ctypes.data
+        values = [value for _, value in group]
         codes = self._store.batch_put_from(
-            [key for key, _ in group], [address + place for place in places], sizes
+            [key for key, _ in group],
+            self._places_of(values),
+            [value.nbytes for value in values],
         )
-        return [outcome_of(code) for code in codes]
+        outcomes = [outcome_of(code) for code in codes]
+        self._doubt(values, outcomes)
+        return outcomes
+
+    def _places_of(self, values: Sequence[Bytes]) -> list[int]:
+        """Addresses where the library may read these: their own, or those of copies."""
+        wholes = [whole_of(value) for value in values]
+        if all(whole is not None and whole.nbytes >= DIRECT_BYTES_MIN for whole in wholes):
+            for whole in wholes:
+                assert whole is not None
+                self._register_buffer(whole)
+            return [value.ctypes.data for value in values]
+        landing, places = self._places([value.nbytes for value in values])
+        for value, place in zip(values, places, strict=True):
+            np.copyto(landing[place : place + value.nbytes], value)
+        return [landing.ctypes.data + place for place in places]
 
     def _get_group(
+        self, keys: Sequence[RemoteKey], value_bytes_max: int
+    ) -> list[Reply | RemoteOutcome]:
+        if value_bytes_max < DIRECT_BYTES_MIN:
+            return self._get_small(keys, value_bytes_max)
+        values = [self._buffers.take(value_bytes_max) for _ in keys]
+        for value in values:
+            whole = whole_of(value)
+            assert whole is not None, "no buffer of Buffers"
+            self._register_buffer(whole)
+        counts = self._store.batch_get_into(
+            list(keys), [value.ctypes.data for value in values], [value_bytes_max] * len(keys)
+        )
+        outcomes = [RemoteOutcome.DONE if count > 0 else outcome_of(count) for count in counts]
+        self._doubt(values, outcomes)
+        replies: list[Reply | RemoteOutcome] = []
+        for value, count, outcome in zip(values, counts, outcomes, strict=True):
+            if outcome is RemoteOutcome.DONE:
+                replies.append(Reply(outcome, value[:count]))
+                continue
+            replies.append(outcome)
+            if outcome is RemoteOutcome.ABSENT:
+                self._buffers.give_back(value)
+        return replies
+
+    def _doubt(self, values: Sequence[Bytes], outcomes: Sequence[RemoteOutcome]) -> None:
+        """Hold on to what the library may still touch."""
+        for value, outcome in zip(values, outcomes, strict=True):
+            if outcome not in (RemoteOutcome.DONE, RemoteOutcome.ABSENT):
+                self._doubtful.append(value)
+
+    def _get_small(
         self, keys: Sequence[RemoteKey], value_bytes_max: int
     ) -> list[Reply | RemoteOutcome]:
         landing, places = self._places([value_bytes_max] * len(keys))

@@ -27,6 +27,15 @@ def test_match_is_asked_before_anybody_schedules() -> None:
     assert rig.client.calls["acquire"] == 0
 
 
+def test_the_daemon_is_told_which_request_asks() -> None:
+    """Or nobody could find a slow request of the engine's log in the daemon's."""
+    rig, chain = stocked(2)
+    rig.client.requests_asked.clear()
+    rig.onboard("engine-7", chain, first=20)
+    assert {call for call, _ in rig.client.requests_asked} == {"match", "acquire"}
+    assert {request for _, request in rig.client.requests_asked} == {"engine-7"}
+
+
 def test_waiting_requests_that_nobody_schedules_pin_nothing() -> None:
     rig, chain = stocked()
     for index in range(100):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.types import NamespaceId, Role, SessionId
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, Process
 from tests.support.world import World, engine_id
 from tests.unit.core.test_manager import CONFIG, NS, SLOT_BYTES, Story
 
@@ -49,6 +49,22 @@ def test_slots_are_given_only_when_workers_of_all_shards_have_mapped_them() -> N
     engine.read_mail(engine.workers[0])
     assert len(reserve(world, scheduler, 2).slots) == 0
     engine.read_mail(engine.workers[1])
+    assert len(reserve(world, scheduler, 2).slots) == 2
+
+
+def test_slots_are_given_only_when_all_workers_of_one_shard_have_mapped_them() -> None:
+    """All of them load it, though one alone stores it."""
+    world = World(CONFIG)
+    world.open_namespace(NS, slot_bytes=SLOT_BYTES)
+    world.populate_slab()
+    engine = FakeEngine(world, 1, shard_count=1, together=False)
+    replica = Process(Role.WORKER, (0,))
+    scheduler = engine.scheduler.session
+    engine.read_mail(engine.workers[0])
+    assert len(reserve(world, scheduler, 2).slots) == 2
+    engine.connect(replica)
+    assert len(reserve(world, scheduler, 2).slots) == 0
+    engine.read_mail(replica)
     assert len(reserve(world, scheduler, 2).slots) == 2
 
 

@@ -218,7 +218,7 @@ def test_a_mistake_in_a_copying_thread_ends_the_daemon(tmp_path: Path) -> None:
             def broken(targets: object, sources: object, sum_bytes: int) -> list[int]:
                 raise AssertionError("planted")
 
-            rig.keeper._memory.copy_summed = broken  # type: ignore[method-assign]
+            rig.keeper._memory.copy_summed = broken  # type: ignore[misc]
             rig.keeper.on_demote(
                 ins.Demote(namespace, slots(0), slots(rig.first), tier=TierName.CXL)
             )

@@ -15,7 +15,7 @@ from kvtier.clock import SystemClock
 from kvtier.codec.codecs import CodecId
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
-from kvtier.errors import Unavailable
+from kvtier.errors import KVTierError, Unavailable
 from kvtier.io.checksum import block_checksums
 from kvtier.io.threads import IoThreads
 from kvtier.metrics import Metrics
@@ -27,12 +27,14 @@ from kvtier.pools.remote.blocks import FixedCodec
 from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import TROUBLES, RemoteOutcome
+from kvtier.pools.remote.epochs import EpochTimes
 from kvtier.pools.remote.frame import FrameFault
 from kvtier.pools.slabs import PageKind, populate_slab
 from kvtier.server.base import Base
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.epochs import EpochStore
 from kvtier.server.namespaces import Namespaces
+from kvtier.server.owed_clears import OwedClears
 from kvtier.server.remote import RemoteParts
 from kvtier.server.remote_search import AbsentBlocks, RemoteSearch
 from kvtier.server.remote_tier import RemoteKeeper
@@ -43,6 +45,7 @@ from tests.support.recording_core import RecordingManager
 E = TypeVar("E")
 
 SLAB_BYTES = 2 << 20
+TIMES = EpochTimes(view_seconds=0.8, refresh_seconds=0.1, call_seconds=0.5)
 SPEC = NamespaceSpec("test", "v1", "bfloat16", "LBHD", 16, shard_bytes=6000)
 DONE, CORRUPT = ev.TransferOutcome.DONE, ev.TransferOutcome.CORRUPT
 FAILED, REFUSED = ev.TransferOutcome.FAILED, ev.TransferOutcome.REFUSED
@@ -85,7 +88,14 @@ class Node:
             make_chooser=lambda: FixedCodec(CodecId.NONE),
             timeout_seconds=0.5,
         )
-        self.keeper = RemoteKeeper(base, self.dram, parts, known_bytes=1 << 30)
+        self.keeper = RemoteKeeper(
+            base,
+            self.dram,
+            parts,
+            known_bytes=1 << 30,
+            owed=OwedClears(directory / "owed"),
+            times=TIMES,
+        )
         self.search = RemoteSearch(base, self.keeper)
 
     async def open(self, tasks: asyncio.TaskGroup) -> NamespaceId:
@@ -104,11 +114,14 @@ class Node:
                 shard_bytes=SPEC.shard_bytes,
             )
         )
+        await self.wait_epoch()
+        return opened.id
+
+    async def wait_epoch(self) -> None:
         for _ in range(1000):
             if self.keeper.epoch_count:
                 break
             await asyncio.sleep(0.005)
-        return opened.id
 
     def fill(self, slot: int, block: BlockHash) -> None:
         chance = np.random.default_rng(slot)
@@ -225,12 +238,44 @@ def test_a_clear_that_cannot_be_told_turns_the_tier_off_until_it_can(tmp_path: P
             node.fill(0, names("a")[0])
             await node.demote(namespace, slots(0), "a")
             shelf.trouble = RemoteOutcome.UNREACHABLE
-            number = node.keeper.begin_clear(namespace)
+            number = await node.keeper.begin_clear(namespace)
             with pytest.raises(Unavailable, match="cleared on this node, but fake:"):
                 await node.keeper.end_clear(namespace, number)
             shelf.trouble = None
             assert await node.keeper.exists_count(namespace, names("a")) is None
             assert (await node.promote(namespace, slots(4), "a")).outcomes.tolist() == [REFUSED]
+            await node.wait_epoch()
+            assert await node.keeper.exists_count(namespace, names("a")) == 0, "told by itself"
+
+    asyncio.run(story())
+
+
+def test_a_clear_that_is_owed_is_remembered_and_paid_by_the_next_life(tmp_path: Path) -> None:
+    async def story() -> None:
+        shelf = Shelf()
+        async with running(tmp_path, shelf) as (node, namespace):
+            node.fill(0, names("a")[0])
+            await node.demote(namespace, slots(0), "a")
+            await node.keeper.begin_clear(namespace)  # Its end never comes.
+        async with running(tmp_path, shelf) as (node, namespace):
+            assert await node.keeper.exists_count(namespace, names("a")) == 0, "cleared"
+            assert not list((tmp_path / "owed").iterdir())
+        async with running(tmp_path, shelf) as (node, namespace):
+            assert await node.keeper.exists_count(namespace, names("a")) == 0
+
+    asyncio.run(story())
+
+
+def test_a_clear_that_cannot_be_recorded_changes_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        shelf = Shelf()
+        async with running(tmp_path, shelf) as (node, namespace):
+            node.fill(0, names("a")[0])
+            await node.demote(namespace, slots(0), "a")
+            (tmp_path / "owed").write_text("no folder")
+            with pytest.raises(KVTierError, match="nothing was changed"):
+                await node.keeper.begin_clear(namespace)
+            assert await node.keeper.exists_count(namespace, names("a")) == 1
 
     asyncio.run(story())
 
@@ -239,8 +284,8 @@ def test_a_clear_that_ends_does_not_turn_the_tier_on_under_another(tmp_path: Pat
     async def story() -> None:
         shelf = Shelf()
         async with running(tmp_path, shelf) as (node, namespace):
-            first = node.keeper.begin_clear(namespace)
-            second = node.keeper.begin_clear(namespace)
+            first = await node.keeper.begin_clear(namespace)
+            second = await node.keeper.begin_clear(namespace)
             await node.keeper.end_clear(namespace, first)
             assert await node.keeper.exists_count(namespace, names("a")) is None
             await node.keeper.end_clear(namespace, second)

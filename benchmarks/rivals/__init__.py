@@ -1,0 +1,1 @@
+"""kvtier beside LMCache and Mooncake: one harness, one driver for each system."""

@@ -1,0 +1,92 @@
+"""Replays a trace on an eviction policy alone: no daemon, no bytes, one tier of so many blocks.
+
+A hit is a block of a request's longest resident prefix. The whole chain of each request is resident
+after it, for as long as the policy keeps it; evicted are leaves only, as the manager does it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.policy.eviction import Evictable, EvictionPolicy
+from kvtier.sim.traces import Blocks, Trace
+
+# Requests of one moment come one after the other all the same.
+APART_SECONDS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    asked_count: int
+    hit_count: int
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hit_count / self.asked_count if self.asked_count else 0.0
+
+
+def leading_count(resident: npt.NDArray[np.bool_], blocks: Blocks) -> int:
+    """How many blocks of the chain are resident before the first that is not."""
+    if not len(blocks):
+        return 0
+    absent = ~resident[blocks]
+    first = int(absent.argmax())
+    return first if absent[first] else len(blocks)
+
+
+def replay_policy(trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> ReplayResult:
+    """The policy knows blocks by their number in the trace."""
+    tier = _Tier(trace, policy, capacity_blocks)
+    now = -np.inf
+    for request in trace.requests:
+        now = max(request.at, now + APART_SECONDS)
+        tier.use(request.blocks, now)
+    return ReplayResult(trace.access_count, tier.hit_count)
+
+
+class _Tier:
+    def __init__(self, trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> None:
+        self._parent = trace.parent.tolist()
+        self._resident = np.zeros(trace.unique_count, dtype=np.bool_)
+        self._children = [0] * trace.unique_count  # Those that are resident.
+        self._policy, self._capacity = policy, capacity_blocks
+        self._count = self.hit_count = 0
+
+    def use(self, blocks: Blocks, now: float) -> None:
+        count = leading_count(self._resident, blocks)
+        self.hit_count += count
+        if count:
+            self._policy.on_touch(blocks[:count], now)
+        fresh = blocks[count:]
+        if len(fresh):
+            self._insert(fresh, now)
+        excess = self._count - self._capacity
+        if excess > 0:
+            for block in self._policy.nominate(excess, self._may_evict):
+                self._evict(block)
+
+    def _insert(self, fresh: Blocks, now: float) -> None:
+        self._resident[fresh] = True
+        self._count += len(fresh)
+        for block in fresh.tolist():
+            parent = self._parent[block]
+            if parent >= 0:
+                self._children[parent] += 1
+        self._policy.on_insert(fresh, now)
+        self._policy.on_leaf(int(fresh[-1]))
+
+    def _may_evict(self, block: int) -> Evictable:
+        return Evictable.INNER if self._children[block] else Evictable.YES
+
+    def _evict(self, block: int) -> None:
+        self._resident[block] = False
+        self._count -= 1
+        self._policy.on_remove([block])
+        parent = self._parent[block]
+        if parent >= 0:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                self._policy.on_leaf(parent)

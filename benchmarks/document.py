@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tiers
 from benchmarks.rivals import plot, report
 
 ROOT = Path(__file__).parents[1]
@@ -13,7 +14,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RIVALS = RESULTS / "rivals.json"
 RIVALS_PLOT = ROOT / "docs" / "rivals.svg"
-NAMES = ("match", "transfer", "daemon", "churn", "nvme", "recovery", "engine_prefill", "vllm_ttft")
+NAMES = (
+    *("match", "transfer", "daemon", "churn", "nvme", "recovery", "tiers"),
+    *("engine_prefill", "vllm_ttft"),
+)
 
 Result = dict[str, Any]
 
@@ -30,6 +34,7 @@ def render() -> str:
         _churn(results["churn"]),
         _nvme(results["nvme"]),
         _recovery(results["recovery"]),
+        tiers.section(results["tiers"]),
         _prefill(results["engine_prefill"]),
         _vllm_ttft(results["vllm_ttft"]),
         report.section(json.loads(RIVALS.read_text())),
@@ -289,6 +294,7 @@ kvtier bench daemon --json
 kvtier bench churn --json
 kvtier bench nvme --json
 kvtier bench recovery --slots 1000000 --json
+kvtier bench tiers --path DIR --json
 ```
 
 `make bench` runs all of them (fio is Debian's; without it there are no ratios) and the engine's, writes benchmarks/results and this document. Each starts a

@@ -8,7 +8,7 @@ is the tier's pool: it asks nothing of a slab but its bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,10 @@ CopySummed = Callable[[Sequence[Bytes], Sequence[Bytes], int], list[int]]
 
 # A node without processors has few users but us; the kernel's own part is taken off already.
 RESERVE_BYTES = 16 << 20
+# More than most processors' caches hold, in pieces, as far as the time goes.
 _MEASURE_BYTES_MAX = 64 << 20
-_MEASURE_ROUNDS = 4
+_MEASURE_PIECE_BYTES = 4 << 20
+_MEASURE_SECONDS_MAX = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,29 +212,39 @@ def copy_compared(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """What copies of one thread reach, between ordinary memory and a slab."""
+    """What copies of one thread reach between ordinary memory and a slab, and within the former."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
+    dram_bytes_per_second: float
 
 
 def measure_speed(memory: CxlMemory, slab: Slab, clock: Clock) -> MeasuredSpeed:
-    """The mean of a few copies; what the slab holds is lost. In a thread: it takes a moment.
-
-    Whether engines should copy from here or through DRAM follows from it.
+    """The mean of a few copies; what the slab holds is lost. In a thread: it takes a moment, and
+    three times `_MEASURE_SECONDS_MAX` and one piece at most.
     """
     length_bytes = min(slab.length_bytes, _MEASURE_BYTES_MAX)
-    inside = slab.mapping.array[:length_bytes]
-    outside = np.ones(length_bytes, np.uint8)  # Zeros would all be one page.
+    piece_bytes = min(length_bytes, _MEASURE_PIECE_BYTES)
+    firsts = range(0, length_bytes - piece_bytes + 1, piece_bytes)
+    inside = [slab.mapping.array[first : first + piece_bytes] for first in firsts]
+    ordinary = np.ones(length_bytes, np.uint8)  # Zeros would all be one page.
+    outside = [ordinary[first : first + piece_bytes] for first in firsts]
+    buffer = np.ones(piece_bytes, np.uint8)
 
-    def rate(target: Bytes, source: Bytes) -> float:
-        began_at = clock.now()
-        for _ in range(_MEASURE_ROUNDS):
-            memory.copy_batch([target], [source])
-        return _MEASURE_ROUNDS * length_bytes / max(clock.now() - began_at, 1e-9)
+    def rate(copy: CopyBatch, pairs: Iterable[tuple[Bytes, Bytes]]) -> float:
+        began_at, count = clock.now(), 0
+        for target, source in pairs:
+            copy([target], [source])
+            count += 1
+            if clock.now() - began_at > _MEASURE_SECONDS_MAX:
+                break
+        return count * piece_bytes / max(clock.now() - began_at, 1e-9)
 
-    write_rate = rate(inside, outside)
-    return MeasuredSpeed(rate(outside, inside), write_rate)
+    return MeasuredSpeed(
+        write_bytes_per_second=rate(memory.copy_batch, ((one, buffer) for one in inside)),
+        read_bytes_per_second=rate(memory.copy_batch, ((buffer, one) for one in inside)),
+        dram_bytes_per_second=rate(copy_batch, ((buffer, one) for one in outside)),
+    )
 
 
 def _slab_count(label: str, budget_bytes: int, slab_bytes: int) -> int:

@@ -20,7 +20,13 @@ import numpy.typing as npt
 from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
 from kvtier.memory import Bytes
-from kvtier.pools.cxl import CopySummed, CxlMemory, copy_compared
+from kvtier.pools.cxl import (
+    CopySummed,
+    CxlMemory,
+    MeasuredSpeed,
+    copy_compared,
+    measure_speed,
+)
 from kvtier.pools.cxl_slots import CxlSlots
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import Slab
@@ -49,6 +55,7 @@ class CxlKeeper:
         self._slabs: list[Slab] = []
         self._missing_count = memory.slab_count_max  # Neither populated nor refused yet.
         self._slots: CxlSlots | None = None
+        self._is_measuring = False
         self._is_over = False
         self.block_counts = {"demote": 0, "promote": 0}  # Under way.
         self._threads = ThreadPoolExecutor(COPY_THREADS, "kvtier-cxl")
@@ -69,7 +76,7 @@ class CxlKeeper:
     @property
     def state(self) -> str:
         """One of metrics.CXL_STATES."""
-        if self._missing_count:
+        if self._missing_count or self._is_measuring:
             return "populating"
         return "off" if self._slots is None else "on"
 
@@ -106,10 +113,33 @@ class CxlKeeper:
         if not self._slabs:
             log.error("the cxl tier is off: it has no memory", extra={"memory": self.label})
             return
+        self._is_measuring = True
+        self._threads.submit(self._measure, self._slabs[0])
+
+    def _measure(self, slab: Slab) -> None:
+        """In a thread, before anything lies in the slab."""
+        try:
+            speed = measure_speed(self._memory, slab, self._base.clock)
+        except BaseException as error:  # noqa: BLE001  # A mistake of ours ends the daemon.
+            self._in_loop(partial(self._base.core.fail, error))
+            return
+        self._in_loop(partial(self._on_measured, speed))
+
+    def _on_measured(self, speed: MeasuredSpeed) -> None:
+        self._is_measuring = False
+        if self._is_over:
+            return
         self._slots = CxlSlots(self._slabs)
         log.info(
             "cxl tier opened",
-            extra={"memory": self.label, "bytes": self.populated_bytes},
+            extra={
+                "memory": self.label,
+                "bytes": self.populated_bytes,
+                # Of one thread.
+                "read": f"{speed.read_bytes_per_second / 1e9:.2f} GB/s",
+                "write": f"{speed.write_bytes_per_second / 1e9:.2f} GB/s",
+                "dram": f"{speed.dram_bytes_per_second / 1e9:.2f} GB/s",
+            },
         )
         self._base.core.post(
             LowerOpened(

@@ -89,7 +89,11 @@ EVENTS: dict[str, LogEvent] = {
     "cxl memory opened": LogEvent("info", "", ("memory", "slabs")),
     "the cxl tier is emulated: it is ordinary memory, slowed down": LogEvent("warning", "as asked"),
     "cxl slab refused": LogEvent("warning", "no memory there", ("reason",)),
-    "cxl tier opened": LogEvent("info", "", ("memory", "bytes")),
+    "cxl tier opened": LogEvent(
+        "info",
+        "what one thread copies from it, to it, and within ordinary memory",
+        ("memory", "bytes", "read", "write", "dram"),
+    ),
     "the cxl tier is off: it has no memory": LogEvent("error", "", ("memory",)),
     "remote engine opened": LogEvent("info", "", ("engine", "codec")),
     "remote.engine is off: the other options of [remote] have no effect": LogEvent(

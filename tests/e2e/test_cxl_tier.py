@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -147,6 +148,10 @@ def test_tier_is_called_emulated_where_people_look() -> None:
         )
         [tier] = [one for one in json.loads(told.stdout)["tiers"] if one["tier"] == "cxl"]
         assert tier["memory"] == "emulated: 4 GB/s, 400 ns"
+        [opened] = [line for line in daemon.log_text.splitlines() if "cxl tier opened" in line]
+        told_speed = re.search(r"read=\"([\d.]+) GB/s\"", opened)
+        assert told_speed is not None, opened
+        assert 0 < float(told_speed[1]) < 4.8, "measured, and slowed down"
 
 
 def check_daemon(daemon: RunningDaemon) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvtier.cli.main import main
 from kvtier.client.client import Client
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import Role
@@ -87,21 +88,6 @@ def _pause(screen: ScreenProgram) -> None:
     screen.wait_for(lambda text: "PAUSED" not in text, "its end")
 
 
-def test_a_daemon_that_goes_and_comes_back_is_told_of_and_found_again() -> None:
-    with (
-        running_daemon(dram_bytes="4MiB", slab_bytes="4MiB") as daemon,
-        on_screen(command(daemon), env=ENV) as screen,
-    ):
-        screen.wait_for(shows("ready", "kvtier top"), "the daemon")
-        daemon.kill()
-        screen.wait_for(shows("no answer", "trying again"), "that it is gone")
-        daemon.start()
-        screen.wait_for(shows("ready, up"), "that it is back")
-        screen.send("\x03")
-        assert screen.wait_end() == 130
-        assert screen.settings == screen.before
-
-
 def test_one_frame_for_scripts(daemon: RunningDaemon) -> None:
     done = subprocess.run(
         command(daemon, "--once"), env=ENV, capture_output=True, text=True, timeout=30
@@ -112,7 +98,22 @@ def test_one_frame_for_scripts(daemon: RunningDaemon) -> None:
     assert "clients (" in done.stdout
 
 
-def test_without_a_terminal_it_says_what_to_do(daemon: RunningDaemon) -> None:
-    done = subprocess.run(command(daemon), env=ENV, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2
-    assert "--once" in done.stderr
+def test_without_a_terminal_it_says_what_to_do(
+    daemon: RunningDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--socket", str(daemon.socket)]) == 2
+    assert "--once" in capsys.readouterr().err
+
+
+def test_a_daemon_that_goes_and_comes_back_is_told_of_and_found_again(
+    daemon: RunningDaemon,
+) -> None:
+    with on_screen(command(daemon), env=ENV) as screen:
+        screen.wait_for(shows("ready", "kvtier top"), "the daemon")
+        daemon.kill()
+        screen.wait_for(shows("no answer", "trying again"), "that it is gone")
+        daemon.start()
+        screen.wait_for(shows("ready, up"), "that it is back")
+        screen.send("\x03")
+        assert screen.wait_end() == 130
+        assert screen.settings == screen.before

@@ -1,8 +1,8 @@
-"""The files of deploy/ as a cluster would see them: rendered by Debian's kubectl.
+"""The files of deploy/kubernetes as a cluster would see them: rendered by kubectl.
 
-That one holds an old kustomize, so a copy of the kustomizations is put into its words first:
-directories are `bases`, patches are `patchesStrategicMerge`, and a component is an overlay of the
-base that it is for. What is patched, and with what, stays as it is written.
+A kubectl of before 2022, as Debian's is, holds an old kustomize. For that one a copy of the
+kustomizations is put into its words: directories are `bases`, patches are `patchesStrategicMerge`,
+a component is an overlay. What is patched, and with what, stays as it is written.
 """
 
 from __future__ import annotations
@@ -25,15 +25,33 @@ def documents_in(path: Path) -> list[Document]:
 
 
 def render(name: str, folder: Path) -> list[Document]:
-    """Every object of deploy/kubernetes/NAME; `folder` is for the copy."""
-    shutil.copytree(KUBERNETES, folder / "kubernetes")
-    for path in (folder / "kubernetes").glob("*/kustomization.yaml"):
-        path.write_text(yaml.safe_dump(_in_old_words(path)))
+    """Every object of deploy/kubernetes/NAME, a component with the base; `folder`: for a copy."""
+    copy = folder / "kubernetes"
+    shutil.copytree(KUBERNETES, copy)
+    [given] = documents_in(copy / name / "kustomization.yaml")
+    if not _is_new():
+        for path in copy.glob("*/kustomization.yaml"):
+            path.write_text(yaml.safe_dump(_in_old_words(path)))
+    elif given["kind"] == "Component":
+        overlay = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": ["../base"],
+            "components": [f"../{name}"],
+        }
+        name = "overlay"
+        (copy / name).mkdir()
+        (copy / name / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     done = subprocess.run(
-        ["kubectl", "kustomize", str(folder / "kubernetes" / name)], capture_output=True, text=True
+        ["kubectl", "kustomize", str(copy / name)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def _is_new() -> bool:
+    told = subprocess.run(["kubectl", "version", "--client"], capture_output=True, text=True)
+    return "Kustomize Version" in told.stdout
 
 
 def _in_old_words(path: Path) -> Document:

@@ -20,10 +20,12 @@ from kvtier.connector.sharding import Place, whole_namespace
 from kvtier.connector.vllm.adapters import AdapterHashes, AdapterMarks
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, UnstartedLoad, WorkerReport
 from kvtier.connector.vllm.facts import none_hash
+from kvtier.connector.vllm.hints import HINTED_BLOCKS_MAX, Hint, hints_of
 from kvtier.connector.vllm.identity import engine_id_of, machine_id
 from kvtier.connector.vllm.measuring import Meter
 from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
+from kvtier.connector.vllm.plain import tokens_of
 from kvtier.connector.vllm.ranks import Reports, of_all_ranks, rank_count_of
 from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.connector.vllm.reuse import ReuseWatch
@@ -89,6 +91,8 @@ class SchedulerSide:
         self._allotted: dict[str, tuple[int, Any]] = {}
         self._meter = Meter()
         self._adapters = AdapterMarks()
+        # Of ended requests, until their blocks are stored: what they say, and of which chain.
+        self._hints: dict[str, tuple[list[Hint], Sequence[bytes]]] = {}
         # Loads vLLM waits for, with their blocks: until a worker has reported them as received.
         self._loading: dict[str, tuple[int, ...]] = {}
         self._untold: dict[str, tuple[int, ...]] = {}  # Of these, not handed to a worker yet.
@@ -166,7 +170,8 @@ class SchedulerSide:
             self._requests[request.request_id] = Tracked(
                 request, hashes, may_onboard, may_offload, request.num_preemptions
             )
-            core.on_new_request(request.request_id, Head(hashes, len(hashes)))
+            head = Head(hashes, len(hashes))
+            core.on_new_request(request.request_id, head, tokens_of(request, self._block_tokens))
 
     def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own; always loaded between steps, never within one."""
@@ -238,7 +243,14 @@ class SchedulerSide:
         # computed, but are not.
         if tracked.has_run:
             self._note_full(core, tracked, device_blocks)
-        if core.request_finished(request.request_id):
+        if hints := hints_of(request):
+            count = min(request.num_computed_tokens // self._block_tokens, len(tracked.hashes))
+            chain = tracked.hashes[: min(count, HINTED_BLOCKS_MAX)]
+            self._hints[request.request_id] = hints, chain
+        is_held = core.request_finished(request.request_id)
+        if not is_held:
+            self._tell_hints(core, request.request_id)
+        else:
             # The last block is seldom full: nobody reads it, and vLLM gives it away first.
             blocks = device_blocks or tracked.device_blocks
             read_count = min(tracked.full_count, len(blocks))
@@ -317,6 +329,13 @@ class SchedulerSide:
     def _take_outcome(self, core: SchedulerConnector, results: Sequence[JobResult]) -> None:
         for request_id in core.on_results(results).released:
             self._reuse.unpark(request_id)
+            self._tell_hints(core, request_id)
+
+    def _tell_hints(self, core: SchedulerConnector, request_id: str) -> None:
+        """After the commits of what they are about, which are asked for by now."""
+        hints, chain = self._hints.pop(request_id, ((), ()))
+        for hint in hints if chain else ():
+            core.hint(chain, **hint)
 
     @property
     def has_work(self) -> bool:

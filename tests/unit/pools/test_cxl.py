@@ -125,7 +125,8 @@ def test_an_emulated_tier_says_so_and_is_as_slow_as_asked(memory: CxlMemory) -> 
         assert 0.05e9 < found < 0.75e9
     stats = memory.throttle_stats()
     assert stats is not None
-    assert (stats.copied_bytes, stats.access_count) == (8 * SLAB_BYTES, 8)
+    assert stats.copied_bytes >= 2 * min(SLAB_BYTES, 4 * MIB)
+    assert speed.dram_bytes_per_second > speed.read_bytes_per_second, "which is not slowed down"
     released(stock, slabs)
 
 

@@ -1,0 +1,72 @@
+"""The section of docs/benchmarks.md on `kvtier bench tiers`."""
+
+# ruff: noqa: E501  # Tables and prose.
+
+from __future__ import annotations
+
+from typing import Any
+
+Result = dict[str, Any]
+
+_TIERS = {
+    "dram": ("DRAM, one thread", "np.copyto"),
+    "cxl": ("CXL, emulated, not held back", "np.copyto, as many threads"),
+    "cxl_node": ("CXL, a node without processors", "np.copyto, as many threads"),
+    "nvme": ("NVMe", "preadv and pwritev of one file, as many calls"),
+    "files": ("remote: shared folder", "one file after the other, page cache"),
+    "redis": ("remote: Redis", "the redis package, pipelined"),
+    "mooncake": ("remote: Mooncake", "its own client, registered memory"),
+}
+
+
+def section(r: Result) -> str:
+    rows = [
+        _row(r, tier, way)
+        for tier in _TIERS
+        for way in ("put", "get")
+        if f"{tier}_{way}_ratio" in r
+    ]
+    not_run = "".join(
+        f"- Not run: {_TIERS[tier][0]}: {reason}.\n" for tier, reason in r["not_run"].items()
+    )
+    beside = "; ".join(
+        f"{name}: {what}" for tier, (name, what) in _TIERS.items() if f"{tier}_put_ratio" in r
+    )
+    return f"""## tiers: each tier's own path, beside its medium or its engine's own client
+
+Batches of {r["blocks"]} blocks of {r["block_bytes"] >> 20} MiB, {r["rounds"]} rounds; in each both sides put all blocks and get them back, in
+turn. Ratio: of speeds within a round, median over the rounds. Latency: of lone blocks, median and p99. Ours contains
+checksums where the tier has them, on every block both ways, and remote blocks' frames; the other side only moves bytes.
+All that came back was compared with what was put ({r["wrong_blocks"]} wrong). Other processes had {r["neighbour_cores"]:.1f} cores meanwhile.
+
+| tier, way | ratio (its spread) | target | | GB/s; beside it | ms, lone block; beside it |
+| --- | --- | --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+- Beside it. {beside}.
+- DRAM has no checksum on this way: the daemon sums blocks after commit, in the background.
+- CXL blocks are summed while they are copied, in pieces that stay in a core's cache. Real CXL hardware: not run.
+- Remote blocks take one copy more than Mooncake's client needs, between their slot and a buffer: a call that hangs
+  must be able to hold the buffer, and no slot. The Redis package is the other way round: it joins and cuts what
+  kvtier sends and receives in place.
+- The bare folder writes into and reads from the page cache in one thread; `files` takes a thread and a few calls a
+  block, for a file system that may hang.
+{not_run}"""
+
+
+def _row(r: Result, tier: str, way: str) -> str:
+    name = f"{tier}_{way}"
+    ratios = r[f"{name}_ratios"]
+    spread = f"{r[f'{name}_ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    target = r["targets"].get(f"{name}_ratio")
+    bound, verdict = "–", ""
+    if target is not None:
+        bound, verdict = f"≥ {target['at_least']:g}", "met" if target["met"] else "**missed**"
+    speeds = f"{r[f'{name}_gbps']:.2f}; {r[f'{name}_raw_gbps']:.2f}"
+    ours, raw = (
+        ", ".join(f"{r[f'{name}_{side}p{percent}_ms']:.2f}" for percent in (50, 99))
+        for side in ("", "raw_")
+    )
+    return (
+        f"| {_TIERS[tier][0]}, {way} | {spread} | {bound} | {verdict} | {speeds} | {ours}; {raw} |"
+    )

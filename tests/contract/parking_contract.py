@@ -63,11 +63,11 @@ class ParkingContract(ABC):
         first = self.new_life(place)
         fds = [create_memfd(f"kvtier-{number}", 4096) for number in range(2)]
         for fd in fds:
-            first.park("manifest", fd)
+            first.park("inventory", fd)
         first.close()
         taken = self.new_life(place).take_all()
-        assert list(taken) == ["manifest"]
-        assert is_same_file(taken["manifest"], fds[1])
+        assert list(taken) == ["inventory"]
+        assert is_same_file(taken["inventory"], fds[1])
         close_all([*taken.values(), *fds])
 
     def test_many_come_back_each_under_its_name(self, place: object) -> None:

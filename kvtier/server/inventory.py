@@ -1,4 +1,4 @@
-"""The manifest of what is parked: what a later life needs beside slabs and the slot table.
+"""An inventory of what is parked: what a later life needs beside slabs and the slot table.
 
 A memfd with two halves, written in turn, so that a writer that dies between any two stores leaves
 the half before whole:
@@ -44,26 +44,26 @@ class ParkedSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Inventory:
     generation: int
     table_version: int
     slot_next: int
     sets: tuple[ParkedSet, ...] = ()
 
 
-class ManifestFile:
+class InventoryFile:
     """The memfd; one process writes."""
 
     def __init__(self, fd: int | None = None) -> None:
         """`fd`: that of the life before, which is gone on with; it is ours then."""
-        self.fd = create_memfd("kvtier-manifest", 2 * HALF_BYTES) if fd is None else fd
+        self.fd = create_memfd("kvtier-inventory", 2 * HALF_BYTES) if fd is None else fd
         found = _newest(self.fd)
         self._number = 0 if found is None else found[0]
 
-    def write(self, manifest: Manifest) -> None:
+    def write(self, inventory: Inventory) -> None:
         """When this returns the new one counts; until then the old one does."""
-        text = json.dumps(asdict(manifest)).encode()
-        assert len(text) <= HALF_BYTES - _TEXT_AT, "the manifest has outgrown its half"
+        text = json.dumps(asdict(inventory)).encode()
+        assert len(text) <= HALF_BYTES - _TEXT_AT, "the inventory has outgrown its half"
         self._number += 1
         head = _HEAD.pack(MAGIC, VERSION, self._number, len(text))
         crc = _CRC.pack(zlib.crc32(text, zlib.crc32(head)))
@@ -73,20 +73,20 @@ class ManifestFile:
         os.close(self.fd)
 
 
-def read_manifest(fd: int) -> Manifest | str:
+def read_inventory(fd: int) -> Inventory | str:
     """The newest one that is whole, or why there is none that could be believed."""
     found = _newest(fd)
     if found is None:
-        return "the manifest is torn, or none"
+        return "the inventory is torn, or none"
     _, version, text = found
     if version != VERSION:
-        return f"the manifest has version {version}, this daemon reads version {VERSION}"
+        return f"the inventory has version {version}, this daemon reads version {VERSION}"
     try:
         fields = json.loads(text)
         sets = tuple(_parked_set(one) for one in fields.pop("sets"))
-        return Manifest(sets=sets, **fields)
+        return Inventory(sets=sets, **fields)
     except (ValueError, TypeError, KeyError) as error:
-        return f"the manifest cannot be understood: {error!r}"
+        return f"the inventory cannot be understood: {error!r}"
 
 
 def _parked_set(fields: dict[str, Any]) -> ParkedSet:

@@ -43,7 +43,8 @@ def mooncake_binary() -> Path | None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now, below the range for outgoing connections."""
+    """One that nobody listens on now. Below the range for outgoing connections, as the bus port of
+    a Redis cluster (10000 above) must be one, too."""
     while True:  # Ends: few of these ports are taken.
         port = 11_000 + int.from_bytes(os.urandom(2), "big") % 9_000
         with contextlib.closing(socket.socket()) as tried, contextlib.suppress(OSError):

@@ -26,7 +26,6 @@ class Metrics:
         self.cxl = CxlMetrics(self.registry)
         self.remote = RemoteMetrics(self.registry)
         self.events = EventMetrics(self.registry)
-        self.watch_lost_events = self.calls.watch_lost_events
 
     def text(self) -> bytes:
         """What /metrics answers."""
@@ -47,6 +46,8 @@ def documentation() -> str:
         "Served at `/metrics` of the admin address; `kvtier stats` shows the same values.",
         "Labels come from closed sets. For each `call`, the sum of `kvtier_hit_blocks_total` over",
         "the tiers plus `kvtier_miss_blocks_total` equals `kvtier_asked_blocks_total`.",
+        "So it does for each namespace, and the reasons add up to the misses; one answer of",
+        "`/metrics` is one moment.",
         "",
         "| metric | kind | labels | meaning |",
         "| --- | --- | --- | --- |",

@@ -28,12 +28,16 @@ class CallNotes:
         request: pb.MatchRequest,
         session: SessionId,
         namespace: OpenedNamespace,
+        packed: bytes,
         found: PrefixMatch,
         *,
         seconds: float,
     ) -> None:
-        """On the hot path: as good as nothing where all was found and nobody named a request."""
-        packed, size = request.hashes, namespace.spec.hash_bytes
+        """On the hot path: as good as nothing where all was found and nobody named a request.
+
+        `packed` are the request's hashes: to ask it for them again is to copy them again.
+        """
+        size = namespace.spec.hash_bytes
         is_missed = found.matched_count * size < len(packed)
         if not (is_missed or request.request_id):
             return

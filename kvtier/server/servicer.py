@@ -128,7 +128,8 @@ class EngineCalls:
                 self._search.begin(namespace.id, hashes, found.matched_count)
         self._metrics.blocks.asked.note(namespace.id, "match", count, found.tiers, reason)
         spent_ns = self._clock.now_ns() - started_ns
-        self._notes.matched(request, caller.session, namespace, found, seconds=spent_ns / 1e9)
+        seconds = spent_ns / 1e9
+        self._notes.matched(request, caller.session, namespace, packed, found, seconds=seconds)
         return pb.MatchResponse(
             matched_count=found.matched_count,
             memory_count=found.memory_count,

@@ -34,7 +34,7 @@ class Watcher:
         self._sequence += 1
         if len(self._waiting) >= self._events_max:
             self._lost_count += 1
-            self._metrics.watch_lost_events.inc()
+            self._metrics.calls.watch_lost_events.inc()
             return
         if self._lost_count:
             # What was lost lies before this event: say so in its place.

@@ -127,6 +127,7 @@ class FakeClient:
         self.namespaces: dict[bytes, FakeNamespace] = {}  # By fingerprint.
         self.calls: Counter[str] = Counter()
         self.commits: list[FakeCommit] = []
+        self.hints: list[tuple[int, dict[str, object]]] = []  # With blocks there at the time.
         self.hashes_asked: list[int] = []  # Length of each acquire.
         self.requests_asked: list[tuple[str, str]] = []  # (call, request id).
         self.waits_asked: list[float] = []  # Seconds of each acquire.
@@ -396,6 +397,10 @@ class FakeClient:
         turn_kind: str | None = None,
     ) -> bool:
         self._begin("hint")
+        told = {"session_end": session_end, "paused_seconds": paused_seconds}
+        told["turn_kind"] = turn_kind
+        resident = sum(block_hash in namespace.resident for block_hash in hashes)
+        self.hints.append((resident, {name: one for name, one in told.items() if one}))
         return False
 
     def arena(self, namespace: FakeNamespace, shard: int = 0) -> FakeArena:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import signal
 import socket
 import subprocess
@@ -13,18 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.redis_server import free_port
+from kvtier.cli.bench_servers import free_port, mooncake_binary
 
-
-def _binary() -> Path | None:
-    found = importlib.util.find_spec("mooncake")
-    if found is None or not found.submodule_search_locations:
-        return None
-    binary = Path(found.submodule_search_locations[0]) / "mooncake_master"
-    return binary if binary.exists() else None
-
-
-BINARY = _binary()
+BINARY = mooncake_binary()
 needs_mooncake = pytest.mark.skipif(
     BINARY is None, reason="no wheel of mooncake-transfer-engine is installed"
 )

@@ -33,8 +33,8 @@ START_SECONDS_MAX = 20.0
 
 
 def hurried(rules: str) -> str:
-    """The same rules with windows of seconds, and no patience."""
-    return re.sub(r"\[\d+[smh]\]", f"[{WINDOW}]", re.sub(r"\n\s+for: \S+", "", rules))
+    """The same rules with windows of seconds, and patience for one second."""
+    return re.sub(r"\[\d+[smh]\]", f"[{WINDOW}]", re.sub(r"\bfor: \d+[smh]\b", "for: 1s", rules))
 
 
 class PrometheusServer:

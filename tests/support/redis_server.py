@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
@@ -14,22 +13,14 @@ from pathlib import Path
 
 import pytest
 
-BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
+from kvtier.cli.bench_servers import free_port, redis_binary
+
+BINARY = redis_binary()
 CLIENT = shutil.which("valkey-cli") or shutil.which("redis-cli")
 
 needs_redis = pytest.mark.skipif(
     BINARY is None or CLIENT is None, reason="no redis-server or valkey-server is installed"
 )
-
-
-def free_port() -> int:
-    """One that nobody listens on now. Below the range for outgoing connections, as a cluster's bus
-    port (10000 above) must be one, too."""
-    while True:  # Ends: few of these ports are taken.
-        port = 11_000 + int.from_bytes(os.urandom(2), "big") % 9_000
-        with contextlib.closing(socket.socket()) as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
 
 
 class RedisServer:

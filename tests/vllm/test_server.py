@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from tests.vllm.serving import Server, vllm_server
 from tests.vllm.versions import HAS_HIT_SOURCES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "session_hints.py"
 
 
 def words_of(token_ids: list[int]) -> str:
@@ -70,3 +75,7 @@ def test_two_servers_share_a_daemon_and_their_metrics_agree_with_its(
                 assert second.sum(by_source, 'source="host"') == 9 * 32
             ask(first, prompts[0])  # Idle since: its last counts wait for a step.
             eventually(lambda: first.sum(PREFIX + "offloaded_blocks_total") == 9)
+            words = [str(EXAMPLE), f"{second.url}/v1", "tiny"]
+            subprocess.run([sys.executable, *words], check=True, timeout=120)
+            hints = 'kvtier_calls_total{method="Hint",outcome="ok"}'
+            eventually(lambda: daemon.metrics().get(hints, 0) == 4)  # Two a turn.

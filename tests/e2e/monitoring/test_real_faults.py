@@ -41,7 +41,8 @@ def test_alerts_fire_for_real_faults(stage: Stage) -> None:
     stage.load.bears_errors = True
     with Client(daemon.socket, settings=PATIENT) as client:
         assert client.wait_connected(10)
-        assert not prometheus.firing() & {"KvtierDown", "KvtierDraining", "KvtierRemoteLeftAlone"}
+        mine = {"KvtierCallsFail", "KvtierRemoteLeftAlone", "KvtierDraining", "KvtierDown"}
+        prometheus.wait(lambda: not prometheus.firing() & mine, "they fire without a fault")
         namespace = client.open_namespace(spec_of("chat", BLOCK_BYTES))
         assert client.wait_namespace(namespace, 10)
         with repeating(lambda: refused_call(client, namespace)):

@@ -94,3 +94,10 @@ def test_a_summed_copy_tells_of_bytes_that_did_not_arrive() -> None:
 def test_a_summed_copy_of_unequal_lengths_is_refused() -> None:
     with pytest.raises(AssertionError):
         copy_summed([np.zeros(9, np.uint8)], [np.zeros(8, np.uint8)], 8)
+
+
+def test_a_summed_copy_into_memory_with_gaps_is_refused() -> None:
+    """Its rows would be a copy: right sums of bytes that arrived nowhere."""
+    gaps = np.zeros(2 * (512 << 10), np.uint8)[::2]
+    with pytest.raises(AssertionError):
+        copy_summed([gaps], [np.ones_like(gaps)], gaps.nbytes)

@@ -257,6 +257,58 @@ class LowerOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class SlabsAdopted:
+    """A slab set of the daemon's life before this one.
+
+    All of its slots are held until `until`, when the last lease of that life must have ended; what
+    follows says of some of them what else they are.
+    """
+
+    namespace: NamespaceId
+    slabs: tuple[SlabId, ...]  # Index: shard.
+    slot_first: int
+    slot_count: int
+    slot_next: int  # Numbers below it were given in that life, to sets that are no more too.
+    until: float
+    sessions: tuple[SessionId, ...] = ()  # Lost ones of that life, whose processes may map it.
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAdopted:
+    """Blocks in adopted slots, written and committed in the former life; parents before children.
+
+    `parents[i]` is the position of block i's parent in these lists, -1 for the first of a chain.
+    """
+
+    namespace: NamespaceId
+    epoch: int
+    packed: bytes  # The hashes, one after the other.
+    parents: npt.NDArray[np.int32]
+    slots: Slots
+    are_summed: npt.NDArray[np.bool_]  # Whose checksum the slot table has.
+    sequence_next: int  # Higher than that of every entry in the slot table.
+    done_count: int = 0  # Set by the manager when the event is continued.
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedAdopted:
+    """Adopted slots that an engine was filling, under one of these lost sessions of the former
+    life: they stay withheld until the quarantines of all have ended."""
+
+    namespace: NamespaceId
+    slots: Slots
+    sessions: tuple[SessionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeAdopted:
+    """Adopted slots that nobody has used: they held nothing, or the daemon itself was filling."""
+
+    namespace: NamespaceId
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRecovered:
     """What a tier's pool held of this namespace when it was opened; parents before children.
 
@@ -391,6 +443,10 @@ Event = (
     | HintPaused
     | Prefetch
     | LowerOpened
+    | SlabsAdopted
+    | BlocksAdopted
+    | ReservedAdopted
+    | FreeAdopted
     | BlocksRecovered
     | BlocksFound
     | LowerChanged

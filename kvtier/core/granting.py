@@ -74,7 +74,9 @@ class Granting:
         self._promotions = promotions
         self._ladder = ladder
         self._config = config
-        self.leases = LeaseTable(margin_seconds=config.lease_margin_seconds)
+        self.leases = LeaseTable(
+            margin_seconds=config.lease_margin_seconds, lease_first=config.lease_first
+        )
         self._pending: dict[LeaseId, _Pending] = {}
         self._has_unwanted = False  # Somebody does not wait any more for all that he asked for.
         self.is_draining = False

@@ -204,6 +204,12 @@ class PrefixIndex:
         the block at position k < i.
         """
         assert len(hashes) == len(parents) == len(lower_slots), "a parent and a slot a block"
+        rows = self.adopt_bare(hashes, parents)
+        self.lower[tier].slot[rows] = lower_slots
+        return rows
+
+    def adopt_bare(self, hashes: Sequence[BlockHash], parents: npt.NDArray[np.int32]) -> Rows:
+        """As `adopt`, but of blocks whose replicas the caller enters, in the same event."""
         if not len(hashes):
             return np.zeros(0, dtype=np.int32)
         rows = self._take_rows(len(hashes))
@@ -215,7 +221,6 @@ class PrefixIndex:
         self.place[rows] = NOBODY
         self.memory_children[rows] = 0
         self._begin(rows)
-        self.lower[tier].slot[rows] = lower_slots
         self.parent[rows] = parents
         self._first_child[rows] = NOBODY
         self._next_sibling[rows] = NOBODY

@@ -43,12 +43,12 @@ class Lease:
 class LeaseTable:
     """Invariant: every lease ends exactly once: released, expired, or with its engine."""
 
-    def __init__(self, *, margin_seconds: float) -> None:
+    def __init__(self, *, margin_seconds: float, lease_first: int = 1) -> None:
         self._margin_seconds = margin_seconds
         self._leases: dict[LeaseId, Lease] = {}
         self._by_session: dict[SessionId, dict[LeaseId, None]] = {}
         self._expiry: list[tuple[float, LeaseId]] = []
-        self._next_id = 1
+        self._next_id = lease_first
 
     def __len__(self) -> int:
         return len(self._leases)

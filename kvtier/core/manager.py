@@ -15,9 +15,10 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.adoption import Adoption
 from kvtier.core.audit import find_violations, gather_stats, lower_counts
 from kvtier.core.committing import Committing
-from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked
+from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
 from kvtier.core.listing import Listing, list_rows
@@ -71,6 +72,7 @@ class BlockManager:
         self._committing = Committing(
             self._namespaces, self._engines, self._shares, self._ladder, config
         )
+        self._adoption = Adoption(self._namespaces, self._ledger, self._shares, self._engines)
         self.locator = Locator(self._namespaces)
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
@@ -106,6 +108,7 @@ class BlockManager:
             ev.DrainStarted: self._on_drain_started,
             ev.DrainEnded: self._on_drain_ended,
             ev.SweepVoid: self._on_sweep_void,
+            **self._adoption.handlers(),
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
@@ -145,7 +148,11 @@ class BlockManager:
 
     def next_deadline(self) -> float | None:
         """When a Tick will have something to do by time alone; None when nothing waits."""
-        times = [self._granting.next_deadline(), self._engines.next_ready()]
+        times = [
+            self._granting.next_deadline(),
+            self._engines.next_ready(),
+            self._adoption.next_deadline(),
+        ]
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> ManagerStats:
@@ -161,6 +168,10 @@ class BlockManager:
             draining=self._granting.is_draining,
         )
 
+    def sessions(self) -> list[Session]:
+        """Of everyone who may still touch memory, for a daemon that adopts it after this one."""
+        return self._engines.sessions()
+
     def recency(self, tier: TierName) -> ev.Slots:
         """Slots of all blocks in a tier below memory, least recently used first, for an orderly
         close."""
@@ -172,6 +183,7 @@ class BlockManager:
             *find_violations(self._namespaces, self._engines, self._granting.leases, self._ledger),
             *self._ladder.check_invariants(),
             *self._promotions.check_invariants(),
+            *self._adoption.check_invariants(),
         ]
 
     # -------------------------------------------------------------------- namespaces, sessions
@@ -268,8 +280,14 @@ class BlockManager:
         for session in self._engines.take_finished(now):
             for residency in self._namespaces.values():
                 tier = residency.tier
-                if session in tier.reserved_by:
-                    tier.abort(tier.places_reserved_by(session))
+                if session not in tier.reserved_by:
+                    continue
+                places = tier.places_reserved_by(session)
+                heir = self._adoption.heir(session)
+                if heir is None:
+                    tier.abort(places)
+                else:
+                    tier.hand_over(places, heir)
             self._ledger.unmap_session(session)  # Its process is quiet about it, or dead.
             self._engines.forget(session)
 
@@ -361,6 +379,7 @@ class BlockManager:
         waits = self._granting.end_waits(now)
         self._granting.expire(now)
         self._finish_quarantines(now)
+        self._adoption.expire(now)
         return [
             *waits,
             *_quiet_requests(self._engines.ask_again()),

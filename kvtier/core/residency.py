@@ -221,6 +221,22 @@ class Residency:
         self.index.place[mine] = NOBODY
         self.tier.abort(places)
 
+    # -------------------------------------------------------------------------------- adopting
+
+    def adopt(self, rows: Rows, places: Places, now: float) -> None:
+        """These blocks, not in memory so far, were found in these held slots. None of them is
+        nominated for eviction before `announce_leaves`."""
+        self.tier.adopt_ready(places, rows)
+        self.index.place[rows] = places
+        self.index.enter_memory(rows)
+        self.index.used_at[rows] = now
+        self._policy.on_insert(rows, now)
+
+    def announce_leaves(self, places: Places) -> None:
+        rows = self.tier.row[places[self.tier.is_ready(places)]]
+        for row in rows[self.index.memory_children[rows] == 0].tolist():
+            self._policy.on_leaf(row)
+
     # -------------------------------------------------------------------------------- evicting
 
     def evict(self, count: int) -> list[BlockHash]:

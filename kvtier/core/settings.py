@@ -46,6 +46,9 @@ class ManagerConfig:
     # An engine that dies holding leases blocks eviction until deadline + margin. This bounds the
     # books it can fill; what it can hold is bounded by pin_fraction_max.
     leases_per_session_max: int = 256
+    # Higher than every lease of a life whose memory is adopted: an engine that ends one of that
+    # life must not end another one by it.
+    lease_first: int = 1
     pin_fraction_max: float = PIN_FRACTION_MAX
     # Stock reserved ahead: a session may hold 1 / (stock_divisor * live schedulers) of the slots.
     stock_divisor: int = 8

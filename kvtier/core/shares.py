@@ -238,6 +238,10 @@ class Shares:
         self._sequence += count
         return first
 
+    def skip_sequence(self, sequence_next: int) -> None:
+        """The numbers below this one are in the table already."""
+        self._sequence = max(self._sequence, sequence_next)
+
     def keep_watermarks(self) -> list[ins.Instruction]:
         """Evict ahead of need where a namespace is above its start mark."""
         found: list[ins.Instruction] = []

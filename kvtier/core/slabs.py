@@ -106,25 +106,46 @@ class SlabLedger:
         slabs = tuple(self.stock[:shard_count])
         del self.stock[:shard_count]
         nodes = {self._node_of.get(slab) for slab in slabs}
-        slot_count = self.slot_count_of(slot_bytes)
         bound = SlabSet(
             SlabSetId(self._next_set),
             namespace,
             slabs,
             self._next_slot,
-            slot_count,
+            self.slot_count_of(slot_bytes),
             now,
             nodes.pop() if len(nodes) == 1 else None,
         )
+        self._enter(bound)
+        return bound
+
+    def adopt(
+        self,
+        namespace: NamespaceId,
+        slabs: tuple[SlabId, ...],
+        slots: range,
+        *,
+        slot_next: int,
+        now: float,
+    ) -> SlabSet:
+        """A set of the daemon's life before this one, which gave the numbers below `slot_next`."""
+        assert all(
+            slots.stop <= one.slot_first or one.slot_first + one.slot_count <= slots.start
+            for one in self.sets.values()
+        ), "slot numbers are given once"
+        bound = SlabSet(SlabSetId(self._next_set), namespace, slabs, slots.start, len(slots), now)
+        self._enter(bound)
+        self._next_slot = max(self._next_slot, slot_next)
+        return bound
+
+    def _enter(self, bound: SlabSet) -> None:
         self._next_set += 1
-        self._next_slot += slot_count
+        self._next_slot = max(self._next_slot, bound.slot_first + bound.slot_count)
         assert self._next_slot <= 1 << 32, "slot numbers are used up"
         self.sets[bound.slab_set] = bound
-        for slab in slabs:
+        for slab in bound.slabs:
             self._set_of[slab] = bound.slab_set
             bound.mapped_by[slab] = {}
             bound.offered_to[slab] = {}
-        return bound
 
     def set_with(self, slab: SlabId) -> SlabSet | None:
         found = self._set_of.get(slab)

@@ -120,6 +120,15 @@ class SlotAllocator:
         self._taken[places] = True
         return places
 
+    def take_set(self, slab_set: SlabSetId) -> Places:
+        """Take all slots of a set, which are all free."""
+        stack = self._stacks[slab_set]
+        assert stack.count == self.set_slot_count, "a set was taken whole that is in use"
+        stack.count = 0
+        places = self.places_of_set(slab_set)
+        self._taken[places] = True
+        return places
+
     def release(self, places: Places) -> None:
         """Free these slots; each must be taken."""
         if not len(places):

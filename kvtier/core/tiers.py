@@ -107,6 +107,29 @@ class MemoryTier:
     def places_reserved_by(self, session: SessionId) -> Places:
         return np.flatnonzero(self.owner == session).astype(np.int32)
 
+    # -------------------------------------------------------------------------------- adopting
+
+    def adopt_ready(self, places: Places, rows: npt.NDArray[np.int32]) -> None:
+        """Slots that are pinned hold these blocks already."""
+        move(self.state, places, ReplicaEvent.RESERVE)
+        move(self.state, places, ReplicaEvent.COMMIT)
+        self.row[places] = rows
+        self.summed[places] = True
+
+    def adopt_reserved(self, places: Places, session: SessionId) -> None:
+        """Slots that are pinned are being filled by `session` already."""
+        move(self.state, places, ReplicaEvent.RESERVE)
+        self.owner[places] = session
+        if len(places):
+            self.reserved_by[session] = self.reserved_by.get(session, 0) + len(places)
+
+    def hand_over(self, places: Places, heir: SessionId) -> None:
+        """These slots, reserved or voided since, are withheld for another session from now on."""
+        self._disown(places)
+        self.owner[places] = heir
+        if len(places):
+            self.reserved_by[heir] = self.reserved_by.get(heir, 0) + len(places)
+
     # ---------------------------------------------------------------------------------- ending
 
     def drop(self, places: Places) -> None:

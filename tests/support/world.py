@@ -35,6 +35,7 @@ from kvtier.types import (
 from tests.support.fake_disk import FakeDisk, Stamp, checksum_of
 from tests.support.fake_mover import Transfer
 from tests.support.lower_shell import LowerShell, origins_of
+from tests.support.told import check_granted, taken_in_by
 
 HASH_BYTES = 32
 Outcome = ins.Reply | KVTierError
@@ -74,6 +75,7 @@ class NamespaceRecord:
     below: dict[TierName, set[BlockHash]] = field(default_factory=lambda: defaultdict(set))
     ever_ready: set[BlockHash] = field(default_factory=set)
     ready_at: dict[int, BlockHash] = field(default_factory=dict)  # Slot -> block, slot table.
+    filled_by: dict[int, EngineId | None] = field(default_factory=dict)  # Its RESERVED entries.
 
     @property
     def on_nvme(self) -> set[BlockHash]:
@@ -259,13 +261,19 @@ class World:
         for shell in self.lower.values():
             shell.cut_power(keeps)
         self.lower.clear()
-        self.manager = self._make(self.config)
-        for part in (self.turns, self.checksums, self.reserved_watchers, self.drop_watchers):
+        self.make_anew()
+        for part in (self.reserved_watchers, self.drop_watchers):
             part.clear()
-        for whole in (self.mail, self.sets, self.content, self.checksum_at, self.waiting):
+        for whole in (self.mail, self.content, self.checksum_at):
             whole.clear()
         self.scribbled.clear()
         self.dropped_slots.clear()
+
+    def make_anew(self) -> None:
+        """A new manager, which knows nothing."""
+        self.manager = self._make(self.config)
+        for part in (self.turns, self.checksums, self.sets, self.waiting):
+            part.clear()
         for record in self.namespaces.values():
             record.is_open = False
             record.forget_stored()
@@ -385,7 +393,7 @@ class World:
             case ins.Demote() | ins.Promote():
                 self.lower[done.tier].mover.begin(done)
             case ins.LeaseGranted():
-                _check_granted(done)
+                check_granted(done)
             case ins.LeaseReady():
                 self._answer(done)
             case _:
@@ -401,6 +409,7 @@ class World:
                 assert done.epoch == record.epoch, "a block of an older epoch became READY"
                 for slot, block in zip(done.slots.tolist(), done.hashes, strict=True):
                     record.ready_at[slot] = block
+                    record.filled_by.pop(slot, None)
                     record.ever_ready.add(block)
             case ins.WriteChecksums():
                 self.checksum_at.update(
@@ -409,15 +418,20 @@ class World:
             case ins.WriteReserved() | ins.WriteGone():
                 if isinstance(done, ins.WriteReserved):
                     self._give(done.slots.tolist())
+                record = self.namespaces[done.namespace]
                 for slot in done.slots.tolist():
-                    self.namespaces[done.namespace].ready_at.pop(slot, None)
+                    record.ready_at.pop(slot, None)
+                    record.filled_by.pop(slot, None)
+                    if isinstance(done, ins.WriteReserved):
+                        record.filled_by[slot] = done.engine
             case ins.BlocksStored():
                 record, parent = self.namespaces[done.namespace], done.parent
                 assert parent is None or parent in record.stored, "stored behind one that is not"
                 assert record.stored_in(done.tier).isdisjoint(done.hashes), "stored twice"
                 record.stored_in(done.tier).update(done.hashes)
-            case ins.BlocksTakenIn():
-                pass  # Compared in `start`.
+            case ins.BlocksTakenIn():  # Of lower tiers they are compared in `start`.
+                if done.tier is TierName.DRAM:
+                    self.namespaces[done.namespace].in_memory |= taken_in_by([done])
             case ins.BlocksRemoved():
                 stored = self.namespaces[done.namespace].stored_in(done.tier)
                 assert stored.issuperset(done.hashes), "removed twice"
@@ -445,7 +459,7 @@ class World:
     def _answer(self, done: ins.LeaseReady) -> None:
         waiting = self.waiting.pop(done.lease, None)
         assert waiting is not None, "nobody waits for this lease"
-        _check_granted(done.granted)
+        check_granted(done.granted)
         self.granted[done.lease] = done.granted
         if waiting.on_outcome is not None:
             waiting.on_outcome(done.granted)
@@ -459,8 +473,9 @@ class World:
         self.dropped_slots.update(bound.slots)
         for slot in bound.slots:
             self.namespaces[bound.namespace].ready_at.pop(slot, None)
+            self.namespaces[bound.namespace].filled_by.pop(slot, None)
         for slab in done.slabs:
-            self.populate_slab(self.node_of[slab])
+            self.populate_slab(self.node_of.pop(slab))
 
 
 def engine_id(number: int) -> EngineId:
@@ -469,23 +484,3 @@ def engine_id(number: int) -> EngineId:
 
 def packed(hashes: Sequence[BlockHash] | bytes) -> PackedHashes:
     return PackedHashes(hashes if isinstance(hashes, bytes) else b"".join(hashes), HASH_BYTES)
-
-
-def _check_granted(granted: ins.LeaseGranted) -> None:
-    """Counts by tier add up to what was leased, and no slot is named twice."""
-    assert sum(count for _, count in granted.tiers) == granted.leased_count
-    assert (granted.lease is None) == (granted.leased_count == 0)
-    assert len(set(granted.slots.tolist())) == len(granted.slots) <= granted.leased_count
-
-
-def taken_in_by(done: Sequence[ins.Instruction]) -> set[BlockHash]:
-    """The blocks that the instructions say were taken in; each is told once."""
-    told = [
-        block
-        for one in done
-        if isinstance(one, ins.BlocksTakenIn)
-        for block, is_kept in zip(one.hashes, one.kept.tolist(), strict=True)
-        if is_kept
-    ]
-    assert len(set(told)) == len(told), "a recovered block is told twice"
-    return set(told)

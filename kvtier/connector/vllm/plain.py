@@ -20,9 +20,9 @@ def tokens_of(request: Any, block_tokens: int) -> TokensOf | None:
         value = getattr(request, name, None)
         if value is not None and (name == "prompt_embeds" or value):  # A tensor has no truth.
             return None
-    ids = request.all_token_ids  # A view that grows with the request.
 
     def of_block(block: int) -> list[int]:
+        ids = request.all_token_ids  # A view that grows with the request.
         return list(ids[block * block_tokens : (block + 1) * block_tokens])
 
     return of_block

@@ -1,51 +1,153 @@
-"""A daemon whose memory is a node without processors, and an engine that maps it."""
+"""Daemons on the real thing: memory on a node without processors, and a CXL tier on one or on a
+device, with an engine that offloads more than memory holds and takes it back."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import re
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvtier.client import Client, ClientSettings
+from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.cuda.numa import memory_node
-from tests.support.daemon import running_daemon
-from tests.support.known_blocks import chain_hashes, offload, onboard, spec_of
+from kvtier.io.dax import find_dax_device
+from kvtier.pools.dax import format_device
+from kvtier.v1 import kvtier_pb2 as pb
+from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.known_blocks import SHARD_BYTES, chain_hashes, offload, onboard, spec_of
 
 COUNT = 24
 # The machine below is emulated: everything takes its time.
 PATIENT = ClientSettings(timeout_seconds=20.0)
 WAIT_SECONDS = 60.0
+CHAIN = 8
+DRAM_BYTES = 4 << 20
+CXL_BYTES = 16 << 20
+MOVE_PAGES = 279  # The system call's number on x86-64, where these machines are.
 
 pytestmark = pytest.mark.cxl
 
 
-def wait_populated(client: Client) -> None:
+def wait_until(done: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        tier = client.stats().tiers[0]
-        if tier.populated_bytes == tier.budget_bytes:
-            return
-        time.sleep(0.2)
-    raise TimeoutError("the pool was not populated")
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not in {WAIT_SECONDS} s")
+        time.sleep(0.1)
 
 
-def test_blocks_that_an_engine_offloads_lie_on_the_node_and_come_back_right(node: int) -> None:
-    hashes = chain_hashes("on a node", COUNT)
-    # Without the HTTP side, whose start alone takes seconds here.
-    options = {"dram.nodes": str(node), "admin.address": "off"}
-    with running_daemon(dram_bytes="32MiB", slab_bytes="8MiB", options=options) as daemon:
+def tier_of(client: Client, name: str) -> pb.TierStats:
+    return next(one for one in client.stats().tiers if one.tier == name)
+
+
+def wait_populated(client: Client, name: str = "dram") -> None:
+    def is_there() -> bool:
+        tier = tier_of(client, name)
+        return bool(tier.populated_bytes == tier.budget_bytes)
+
+    wait_until(is_there, f"{name} is populated")
+
+
+def wait_copied(client: Client, count: int) -> None:
+    wait_until(lambda: tier_of(client, "cxl").ready_count == count, f"{count} blocks in the tier")
+
+
+@contextmanager
+def daemon_with_tier(
+    options: Mapping[str, str],
+) -> Iterator[tuple[RunningDaemon, Client, Namespace]]:
+    """With a CXL tier four times as large as memory, and an engine."""
+    settings = {"admin.address": "off", "cxl.bytes": str(CXL_BYTES), "cxl.slab_bytes": "4MiB"}
+    with running_daemon(
+        dram_bytes=str(DRAM_BYTES), slab_bytes="2MiB", options={**settings, **options}
+    ) as daemon:
         with Client(daemon.socket, settings=PATIENT) as client:
             namespace = client.open_namespace(spec_of())
             assert client.wait_namespace(namespace, WAIT_SECONDS)
             wait_populated(client)
-            assert offload(client, namespace, hashes) == COUNT
-            assert onboard(client, namespace, hashes) == COUNT
-            lease = client.acquire(namespace, hashes)
-            with client.arena(namespace).hold(lease.slots, lease.session) as views:
-                # As the engine that maps them sees it.
-                places = {memory_node(view.ctypes.data) for view in views}
-            client.release([lease])
-            assert places == {node}
-            assert list(client.check().violations) == []
+            wait_populated(client, "cxl")
+            yield daemon, client, namespace
         assert daemon.terminate() == 0
+
+
+def go_round(client: Client, namespace: Namespace, label: str) -> None:
+    """Offload twice what memory holds, and onboard all of it: each byte is compared."""
+    chains = [
+        chain_hashes(f"{label} {number}", CHAIN)
+        for number in range(2 * DRAM_BYTES // SHARD_BYTES // CHAIN)
+    ]
+    for count, hashes in enumerate(chains, start=1):
+        assert offload(client, namespace, hashes) == CHAIN
+        wait_copied(client, count * CHAIN)
+    in_memory = tier_of(client, "dram").ready_count
+    assert in_memory < len(chains) * CHAIN, "memory has given blocks up"
+    for hashes in chains:
+        assert onboard(client, namespace, hashes, wait_seconds=WAIT_SECONDS / 4) == CHAIN
+    assert list(client.check().violations) == []
+
+
+def mapped_at(pid: int, file: str) -> list[tuple[int, int]]:
+    """Where the process has mapped files of this name: first address and length."""
+    found = []
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if re.search(file, line):
+            first, _, last = line.split()[0].partition("-")
+            found.append((int(first, 16), int(last, 16) - int(first, 16)))
+    return found
+
+
+def nodes_of(pid: int, places: list[tuple[int, int]]) -> set[int]:
+    """On which nodes pages of another process lie, by the kernel's word; every one is asked for."""
+    pages = np.concatenate(
+        [np.arange(at, at + length, mmap.PAGESIZE, dtype=np.uint64) for at, length in places]
+    )
+    nodes = np.full(len(pages), -1, dtype=np.int32)
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.syscall(
+        ctypes.c_long(MOVE_PAGES),
+        ctypes.c_int(pid),
+        ctypes.c_ulong(len(pages)),
+        ctypes.c_void_p(pages.ctypes.data),
+        None,
+        ctypes.c_void_p(nodes.ctypes.data),
+        ctypes.c_int(0),
+    )
+    assert done == 0, os.strerror(ctypes.get_errno())
+    return set(np.unique(nodes).tolist())
+
+
+def test_memory_and_tier_lie_on_the_node_and_blocks_come_back_right(node: int) -> None:
+    """Both in one daemon: a start takes its time here."""
+    options = {"dram.nodes": str(node), "cxl.node": str(node)}
+    with daemon_with_tier(options) as (daemon, client, namespace):
+        go_round(client, namespace, "a tier on a node")
+        hashes = chain_hashes("mapped", CHAIN)
+        assert offload(client, namespace, hashes) == CHAIN
+        lease = client.acquire(namespace, hashes)
+        with client.arena(namespace).hold(lease.slots, lease.session) as views:
+            # As the engine that maps them sees it.
+            assert {memory_node(view.ctypes.data) for view in views} == {node}
+        client.release([lease])
+        assert tier_of(client, "cxl").memory == f"node {node}"
         assert f'source="node {node}"' in daemon.log_text
+        slabs = mapped_at(daemon.process.pid, "memfd:kvtier-slab")
+        assert sum(length for _, length in slabs) == DRAM_BYTES + CXL_BYTES
+        assert nodes_of(daemon.process.pid, slabs) == {node}
+        heap = nodes_of(daemon.process.pid, mapped_at(daemon.process.pid, r"\[heap\]"))
+        assert 0 in heap, "the kernel would have said so"
+
+
+def test_blocks_go_down_to_a_tier_on_the_device_and_come_back_right(device_path: Path) -> None:
+    format_device(find_dax_device(device_path), generation=1, force=True)
+    with daemon_with_tier({"cxl.dax": str(device_path)}) as (daemon, client, namespace):
+        go_round(client, namespace, "a tier on a device")
+        assert tier_of(client, "cxl").memory == str(device_path)
+        mapped = mapped_at(daemon.process.pid, f"{device_path}$")
+        assert sum(length for _, length in mapped) >= CXL_BYTES

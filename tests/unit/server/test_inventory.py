@@ -1,4 +1,4 @@
-"""The inventory is the old one or the new one, wherever its writer died; what is foreign is told."""
+"""The inventory is the old or the new one, wherever its writer died; what is foreign is told."""
 
 from __future__ import annotations
 

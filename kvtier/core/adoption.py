@@ -72,15 +72,19 @@ class Adoption:
     def next_deadline(self) -> float | None:
         return min(self._until.values(), default=None)
 
-    def expire(self, now: float) -> None:
-        """No lease of the former life is running any more: its slots are like all others."""
-        for slab_set in [one for one, until in self._until.items() if until <= now]:
-            del self._until[slab_set]
-            namespace = self._ledger.sets[slab_set].namespace
-            residency = self._namespaces[namespace]
-            places = residency.tier.allocator.places_of_set(slab_set)
-            self._let_go(namespace, places)
-            residency.announce_leaves(places)
+    def is_due(self, now: float) -> bool:
+        """Whether `expire_one` has something to do."""
+        return any(until <= now for until in self._until.values())
+
+    def expire_one(self, now: float) -> None:
+        """No lease of the former life is running any more: the slots of one set, which is a slice
+        of the work, are like all others."""
+        slab_set = next(one for one, until in self._until.items() if until <= now)
+        del self._until[slab_set]
+        residency = self._namespaces[self._ledger.sets[slab_set].namespace]
+        places = residency.tier.allocator.places_of_set(slab_set)
+        self._let_go(residency.facts.namespace, places)
+        residency.announce_leaves(places)
 
     def check_invariants(self) -> list[str]:
         found = []

@@ -362,6 +362,9 @@ class BlockManager:
         ]
 
     def _on_sweep_void(self, event: ev.SweepVoid, now: float) -> list[ins.Instruction]:
+        if self._adoption.is_due(now):
+            self._adoption.expire_one(now)
+            return [ins.Continue(event)]
         found = self._shares.empty_withdrawn()
         if found is not None:
             return [*found, ins.Continue(event)]
@@ -379,7 +382,6 @@ class BlockManager:
         waits = self._granting.end_waits(now)
         self._granting.expire(now)
         self._finish_quarantines(now)
-        self._adoption.expire(now)
         return [
             *waits,
             *_quiet_requests(self._engines.ask_again()),
@@ -436,8 +438,10 @@ class BlockManager:
         return [*found, ins.Continue(ev.SweepVoid())] if self._sweep_is_due(now) else found
 
     def _sweep_is_due(self, now: float) -> bool:
-        return self._ladder.forgets_something(now) or any(
-            residency.sweep_pending for residency in self._namespaces.values()
+        return (
+            self._adoption.is_due(now)
+            or self._ladder.forgets_something(now)
+            or any(residency.sweep_pending for residency in self._namespaces.values())
         )
 
     # --------------------------------------------------------------------------------- helpers

@@ -29,8 +29,8 @@ from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, SessionId, SlabSetId, TierName
 
-# Blocks taken in between two turns of the event loop: about 4 ms.
-ADOPTED_SLICE_BLOCKS = 2048
+# Blocks taken in between two turns of the event loop: 2.5 ms, measured at a million.
+ADOPTED_SLICE_BLOCKS = 1024
 _ROOT = -1
 
 Mask = npt.NDArray[np.bool_]

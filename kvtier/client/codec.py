@@ -54,6 +54,7 @@ def spec_message(spec: NamespaceSpec) -> pb.NamespaceSpec:
         hash_seed=spec.hash_seed,
         salt=spec.salt,
         extra=spec.extra,
+        unchained=not spec.chained,
     )
 
 
@@ -116,7 +117,9 @@ def tier_counts(counts: Sequence[pb.TierCount]) -> tuple[tuple[TierName, int], .
 
 
 def match_of(answer: pb.MatchResponse) -> PrefixMatch:
-    return PrefixMatch(answer.matched_count, answer.memory_count, tier_counts(answer.tiers))
+    return PrefixMatch(
+        answer.matched_count, answer.memory_count, tier_counts(answer.tiers), answer.presence
+    )
 
 
 def lease_of(ready: pb.AcquireReady, session: SessionRef) -> Lease:

@@ -124,6 +124,8 @@ class BlockManager:
         if len(packed) % hash_bytes:
             raise BadRequest(f"{len(packed)} bytes of hashes: send a multiple of {hash_bytes}")
         hashes = PackedHashes(packed, hash_bytes)
+        if not residency.facts.chained:
+            return residency.presence(hashes)
         count = residency.index.match(hashes)
         opened = self._ladder.opened()
         memory_count = residency.memory_count(hashes, count) if opened else count
@@ -205,6 +207,7 @@ class BlockManager:
                 event.shard_count,
                 event.shard_bytes,
                 event.fingerprint,
+                event.chained,
             ),
             epoch=event.epoch,
             set_slot_count=set_slot_count,

@@ -76,6 +76,8 @@ class KvEvents:
         return self._publisher.waiting_count
 
     def on_stored(self, event: BlocksStored) -> None:
+        if not self._is_told_of(event.namespace):
+            return
         self._ledger(event.namespace).note_stored(event.hashes, event.tier)
         spec = self._namespaces.get(event.namespace).spec
         stored = Stored(
@@ -89,6 +91,8 @@ class KvEvents:
 
     def on_taken_in(self, event: BlocksTakenIn) -> None:
         """As hashes alone: their tokens died with whoever committed them."""
+        if not self._is_told_of(event.namespace):
+            return
         hashes: list[bytes] = [
             block
             for block, is_kept in zip(event.hashes, event.kept.tolist(), strict=True)
@@ -100,6 +104,8 @@ class KvEvents:
         self._put(self._topic(event.namespace), stored)
 
     def on_removed(self, event: BlocksRemoved) -> None:
+        if not self._is_told_of(event.namespace):
+            return
         gone = self._ledger(event.namespace).note_removed(event.hashes, event.tier)
         if gone:
             self._put(self._topic(event.namespace), Removed(gone, PLACE_OF[event.tier]))
@@ -107,6 +113,8 @@ class KvEvents:
     def on_cleared(self, event: NamespaceCleared) -> None:
         """The wire has a clear of the topic only; what its other namespaces have is announced
         anew after it."""
+        if not self._is_told_of(event.namespace):
+            return
         topic = self._topic(event.namespace)
         if not self._trash:
             self._loop.call_soon(self._empty_trash)
@@ -183,6 +191,11 @@ class KvEvents:
         return self.waiting_count <= self._config.queue_blocks_max // 2
 
     # --------------------------------------------------------------------------------- helpers
+
+    def _is_told_of(self, namespace: NamespaceId) -> bool:
+        """A hash stands for its prefix there, as routers count it; blocks of the same hash that are
+        of use only beside those are not told of."""
+        return self._namespaces.get(namespace).spec.chained
 
     def _ledger(self, namespace: NamespaceId) -> Ledger:
         found = self._ledgers.get(namespace)

@@ -12,10 +12,6 @@ from kvtier.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# Kinds of layers whose blocks stay as they are until their request ends. Subclasses are not taken
-# on trust: some free or move blocks while a request runs.
-_KNOWN_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-
 
 class Unsupported(ConfigError):
     """This engine cannot run with kvtier as it is configured."""
@@ -43,18 +39,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if kv_cache_config is None:
         _refuse("this vLLM does not tell connectors the KV cache's form", "use vLLM 0.28 or newer")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        _refuse(
-            f"models with {len(groups)} KV cache groups are not supported yet",
-            "try --disable-hybrid-kv-cache-manager",
-        )
-    for spec in layer_specs(groups[0].kv_cache_spec):
-        if type(spec).__name__ not in _KNOWN_SPECS:
-            _refuse(
-                f"layers of kind {type(spec).__name__} are not supported yet",
-                "try --disable-hybrid-kv-cache-manager",
-            )
 
 
 def warn_of_failing_loads(transfer_config: Any) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 
 import pytest
 
 from kvtier.server import inventory as module
-from kvtier.server.inventory import HALF_BYTES, Inventory, InventoryFile, ParkedSet, read_inventory
+from kvtier.server.inventory import (
+    HALF_BYTES,
+    Inventory,
+    InventoryFile,
+    ParkedSession,
+    ParkedSet,
+    ParkedSlab,
+    read_inventory,
+)
 
-SET = ParkedSet("00" * 16, ("slab-1", "slab-2"), 32, 16, 4096, 4000)
-OLD = Inventory(generation=7, table_version=1, slot_next=48, sets=(SET,))
+SLABS = (ParkedSlab("slab-1", 1, "base"), ParkedSlab("slab-2", 2, "thp", 2 << 20, node=1))
+SET = ParkedSet("00" * 16, SLABS, 32, 16, 4096, 4000)
+SESSION = ParkedSession(3, "ab" * 16, "BOTH", (0, 1), False, 3, "LIVE", token="cd")
+OLD = Inventory(generation=7, table_version=1, slot_next=48, sets=(SET,), sessions=(SESSION,))
 NEW = Inventory(generation=7, table_version=1, slot_next=64)
 
 
@@ -53,6 +66,17 @@ def test_a_torn_writing_leaves_the_one_before(file: InventoryFile) -> None:
         assert read_inventory(file.fd) in (OLD, NEW)
     os.pwrite(file.fd, after[offset], offset)
     assert read_inventory(file.fd) == NEW
+
+
+def test_what_a_newer_build_has_added_is_left_aside(file: InventoryFile) -> None:
+    file.write(OLD)
+    text = os.pread(file.fd, 4096, HALF_BYTES)[24:].rstrip(b"\0").replace(b"{", b'{"more": [1], ')
+    body = json.loads(text)
+    assert body["more"] == [1]
+    head = struct.pack("<4sIQI", b"KVH1", 1, 9, len(text))
+    crc = struct.pack("<I", zlib.crc32(head + text))
+    os.pwrite(file.fd, head + crc + text, 0)
+    assert read_inventory(file.fd) == OLD
 
 
 def test_an_empty_one_is_told(file: InventoryFile) -> None:

@@ -40,6 +40,7 @@ from kvtier.server.instance import (
     raise_open_files,
     watchdog_seconds,
 )
+from kvtier.server.keeping import open_keeper
 from kvtier.server.nvme_paths import OpenDriver, open_file
 from kvtier.server.threads import call_soon
 
@@ -64,7 +65,12 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     passed = take_passed(os.environ)
     listeners = Listeners([one for one in passed if one.is_listener])
     plan = replace(_plan(config), listeners=listeners)
+    left = [(one.name, one.fd) for one in passed if not one.is_listener]
     with locked(plan.state_dir):
+        keeper = open_keeper(config.restart, os.environ, left)
+        if keeper.former is not None:
+            plan = replace(plan, generation=keeper.former.inventory.generation)
+        plan = replace(plan, keeper=keeper)
         raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)
         listeners.prepare(
             {
@@ -118,6 +124,8 @@ class Daemon:
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
+            lease = self._config.lease
+            await parts.adopter.begin(lease.seconds_max + lease.margin_seconds)
             if parts.events is not None:
                 parts.events.start()
             if parts.remote is not None and parts.search is not None:
@@ -133,6 +141,7 @@ class Daemon:
             if parts.admin is not None:
                 parts.admin.start(loop)
             self._announce()
+            parts.adopter.start(tasks)
             parts.slabs.start(tasks)
             if parts.cxl is not None:
                 parts.cxl.start()
@@ -151,6 +160,7 @@ class Daemon:
         await parts.grpc.stop(GRPC_GRACE_SECONDS)
         if parts.admin is not None:
             parts.admin.close()
+        parts.plan.keeper.close()
         parts.sessions.close()
         if parts.events is not None:
             parts.events.close()
@@ -218,6 +228,7 @@ class Daemon:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._parts.sessions.expire_greeted()
+            self._parts.sessions.keep()
 
     async def _feed_watchdog(self, limit_seconds: float) -> None:
         """From the event loop: when it hangs, the service manager ends us, and starts us again."""

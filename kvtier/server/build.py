@@ -33,6 +33,7 @@ from kvtier.pools.slabs import best_page_kind
 from kvtier.pools.source import memory_source
 from kvtier.server.activation import Listeners, socket_mode
 from kvtier.server.admin import AdminServer
+from kvtier.server.adopting import Adopter
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
 from kvtier.server.core_loop import CoreLoop, Effects
@@ -43,6 +44,7 @@ from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
 from kvtier.server.instance import raise_open_files
+from kvtier.server.keeping import Keeper
 from kvtier.server.kv_events import KvEvents
 from kvtier.server.lane import LaneListener
 from kvtier.server.leasing import Leasing
@@ -89,6 +91,7 @@ class Plan:
     slab_count_max: int
     page_kind: str = ""
     listeners: Listeners = field(default_factory=Listeners)
+    keeper: Keeper = field(default_factory=Keeper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Parts:
     search: RemoteSearch | None
     nvme: NvmeKeeper | None
     sessions: Sessions
+    adopter: Adopter
     events: KvEvents | None
     socket: SessionSocket
     data: DataCalls
@@ -180,13 +184,15 @@ class _Builder:
         self.base = _base(config, plan, epochs, lower.paths)
         self.core = self.base.core
         self.tokens = Tokens()
-        self.pool = DramPool(plan.generation)
+        former = plan.keeper.former
+        self.pool = DramPool(plan.generation, table_fd=former.table_fd if former else None)
         self.sessions = Sessions(
             self.core,
             self.tokens,
             PidfdWatch(asyncio.get_running_loop()),
             self.base.clock,
             sessions_max=config.server.sessions_max,
+            keeper=plan.keeper,
         )
         self.slabs = SlabKeeper(
             self.base,
@@ -196,7 +202,9 @@ class _Builder:
             slab_count_max=plan.slab_count_max,
             populate_threads=config.dram.populate_threads,
             source=memory_source(config.dram.nodes),
+            keeper=plan.keeper,
         )
+        self.adopter = Adopter(self.base, self.pool, self.slabs, self.sessions, plan.keeper, epochs)
         self.mover = Mover(self.pool, self.core, self.base.metrics)
         self._make_lower(lower, epochs)
         self.watch = WatchHub(
@@ -295,6 +303,7 @@ class _Builder:
             search=self.search,
             nvme=self.nvme,
             sessions=self.sessions,
+            adopter=self.adopter,
             events=self.events,
             socket=session_socket,
             data=self.data,
@@ -471,6 +480,7 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             slab_count_max=plan.slab_count_max,
             lease_seconds_max=lease.seconds_max,
             lease_margin_seconds=lease.margin_seconds,
+            lease_first=plan.keeper.lease_first,
             grace_seconds=lease.grace_seconds,
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,

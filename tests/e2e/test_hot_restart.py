@@ -1,26 +1,31 @@
-"""What is in memory outlives the daemon where a holder keeps it: killed, told to end, upgraded."""
+"""What is in memory outlives the daemon where a holder keeps it: killed, told to end, upgraded.
+
+Engines are processes with real clients; what they read is right for its hash, or the test fails.
+"""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvtier.v1 import kvtier_pb2 as pb
-from kvtier.v1.kvtier_pb2_grpc import KVTierStub
+from kvtier.client import Client
+from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.forms import rounds
+from tests.support.known_blocks import chain_hashes, spec_of
 from tests.support.parking_places import HolderProcess
-from tests.support.raw_client import RawCalls, RawSession, chain, open_session, wait_reserved
+from tests.support.processes import Engine, Engines, engine_processes, eventually
 
-SHARD_BYTES = 4096
-# Waits of a test, not of a machine: leases of the former life end after half a second.
+# Waits of a test, not of a machine: leases of the former life end after a second.
 OPTIONS = {"lease.seconds_max": "1", "lease.margin_seconds": "0.2", "lease.grace_seconds": "0.1"}
+COUNT = 8
 
 
 @pytest.fixture
@@ -33,45 +38,32 @@ def holder() -> Iterator[HolderProcess]:
     shutil.rmtree(folder)
 
 
-def kept_daemon(holder: HolderProcess, **options: str) -> AbstractContextManager[RunningDaemon]:
-    given = OPTIONS | {name.replace("__", "."): value for name, value in options.items()}
-    return running_daemon(options={**given, "restart.holder": str(holder.path)})
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    with engine_processes() as engines:
+        yield engines
 
 
-def payload(number: int) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 256, SHARD_BYTES, np.uint8)
+def kept_daemon(holder: HolderProcess, **sizes: str) -> AbstractContextManager[RunningDaemon]:
+    return running_daemon(**sizes, options={**OPTIONS, "restart.holder": str(holder.path)})
 
 
-def offload(
-    session: RawSession, stub: KVTierStub, namespace: pb.NamespaceOpened, hashes: list[bytes]
-) -> list[int]:
-    slots = list(wait_reserved(stub, session.token, namespace.namespace_id, len(hashes)).slots)
-    for number, slot in enumerate(slots):
-        session.slot_view(slot, SHARD_BYTES)[:] = payload(number).tobytes()
-    answer = stub.Commit(
-        pb.CommitRequest(
-            token=session.token,
-            namespace_id=namespace.namespace_id,
-            hashes=b"".join(hashes),
-            slots=slots,
-            epoch=namespace.epoch,
-        )
-    )
-    assert len(answer.outcomes) == len(hashes)
-    return slots
+def matched(client: Client, label: str) -> int:
+    namespace = client.open_namespace(spec_of(""))
+    assert client.wait_namespace(namespace, 10)
+    return client.match(namespace, chain_hashes(label, COUNT)).matched_count
 
 
-def wait_matched(
-    session: RawSession, stub: KVTierStub, namespace: pb.NamespaceOpened, hashes: list[bytes]
-) -> None:
-    """Until all are resident in memory: they are taken in after READY."""
-    request = pb.MatchRequest(
-        token=session.token, namespace_id=namespace.namespace_id, hashes=b"".join(hashes)
-    )
-    deadline = time.monotonic() + 5
-    while (found := stub.Match(request)).memory_count < len(hashes):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
+def wait_matched(daemon: RunningDaemon, label: str, count: int = COUNT) -> None:
+    """They are taken in after READY."""
+    with Client(daemon.socket, role=Role.TOOL) as client:
+        eventually(lambda: matched(client, label) == count, f"{count} blocks of {label}", 5.0)
+
+
+def check(daemon: RunningDaemon) -> None:
+    with Client(daemon.socket, role=Role.TOOL) as client:
+        assert client.wait_connected(10)
+        assert list(client.check().violations) == []
 
 
 def kill(daemon: RunningDaemon) -> None:
@@ -83,19 +75,124 @@ def end(daemon: RunningDaemon) -> None:
 
 
 @pytest.mark.parametrize("ending", [kill, end])
-def test_blocks_outlive_the_daemon_with_their_bytes(
-    holder: HolderProcess, ending: Callable[[RunningDaemon], None]
+def test_blocks_outlive_the_daemon_and_an_engine_goes_on_with_them(
+    holder: HolderProcess, engines: Engines, ending: Callable[[RunningDaemon], None]
 ) -> None:
-    hashes = chain(8)
     with kept_daemon(holder) as daemon:
         generation = daemon.ready["generation"]
-        with open_session(daemon.socket) as session, RawCalls(daemon.grpc_address) as stub:
-            namespace = session.open_namespace(shard_bytes=SHARD_BYTES)
-            session.map_slab()
-            offload(session, stub, namespace, hashes)
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        before = engine.ask("session")["session"]
         ending(daemon)
         daemon.start()
         assert daemon.ready["generation"] == generation
-        with open_session(daemon.socket) as session, RawCalls(daemon.grpc_address) as stub:
-            namespace = session.open_namespace(shard_bytes=SHARD_BYTES)
-            wait_matched(session, stub, namespace, hashes)
+        wait_matched(daemon, "a")
+        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps its slabs")
+        after = engine.ask("session")["session"]
+        assert after[0] == before[0]
+        assert after[1] > before[1]
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == COUNT
+        assert engine.ask("offload", label="b", count=COUNT)["count"] == COUNT
+        check(daemon)
+
+
+def test_slots_that_an_engine_was_filling_are_nobody_elses_until_it_is_dead(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    with kept_daemon(holder, dram_bytes="16MiB", slab_bytes="16MiB") as daemon:
+        engine = engines.start(daemon.socket)
+        given = engine.ask("reserve", count=4)
+        engine.ask("begin_copy", slots=given["slots"], session=given["session"])
+        engine.stop()
+        daemon.restart()
+        other = engines.start(daemon.socket)
+        time.sleep(1.5)  # Longer than any lease.
+        taken = set(other.ask("reserve", count=4)["slots"])
+        assert not taken & set(given["slots"])
+        engine.kill()
+        check(daemon)
+
+
+def test_a_holder_that_is_killed_costs_the_next_life_its_blocks_and_nothing_else(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    with kept_daemon(holder) as daemon:
+        generation = daemon.ready["generation"]
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        holder.end(signal.SIGKILL)
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == COUNT
+        daemon.restart()
+        assert daemon.ready["generation"] != generation
+        assert "memory will not outlive this daemon" in daemon.log_text
+        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps new slabs")
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
+        assert engine.ask("offload", label="a", count=COUNT)["count"] == COUNT
+        check(daemon)
+
+
+def test_a_lost_state_directory_voids_the_blocks_and_their_slots_come_back(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    with kept_daemon(holder, dram_bytes="16MiB", slab_bytes="16MiB") as daemon:
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        daemon.kill()
+        shutil.rmtree(daemon.state_dir)
+        daemon.start()
+        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps its slabs")
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
+        assert engine.ask("offload", label="b", count=COUNT)["count"] == COUNT
+        check(daemon)
+
+
+def test_memory_that_lies_in_another_way_is_let_go_of(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    with kept_daemon(holder, dram_bytes="32MiB", slab_bytes="16MiB") as daemon:
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        daemon.kill()
+        daemon.set_option("dram.slab_bytes", "8MiB")
+        daemon.start()
+        assert "slab set not taken over" in daemon.log_text
+        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps new slabs")
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
+        assert engine.ask("offload", label="a", count=COUNT)["count"] == COUNT
+        check(daemon)
+
+
+def acked(engine: Engine) -> dict[str, int]:
+    return {one["label"]: one["count"] for one in engine.of_kind("acked")}
+
+
+@pytest.mark.full_form
+@pytest.mark.parametrize("round_number", range(rounds(short=1, full=10)))
+def test_engines_under_load_read_right_bytes_and_hit_what_was_ready(
+    holder: HolderProcess, engines: Engines, round_number: int
+) -> None:
+    with kept_daemon(holder, dram_bytes="128MiB", slab_bytes="16MiB") as daemon:
+        busy = [engines.start(daemon.socket, timeout_seconds=1.0) for _ in range(2)]
+        for number, engine in enumerate(busy):
+            engine.ask(
+                "churn", seed=number, chain_count=400, pause_seconds=0.002, others=["0", "1"]
+            )
+        time.sleep(1.0)
+        daemon.kill()
+        ready = [acked(engine) for engine in busy]
+        daemon.start()
+        time.sleep(1.0)
+        for engine in busy:
+            engine.ask("end_churn")
+            assert engine.of_kind("wrong") == []
+        with Client(daemon.socket, role=Role.TOOL) as client:
+            namespace = client.open_namespace(spec_of(""))
+            assert client.wait_namespace(namespace, 10)
+            asked = hit = 0
+            for labels in ready:
+                for label, count in labels.items():
+                    asked += count
+                    hit += client.match(namespace, chain_hashes(label, count)).matched_count
+        assert asked > 50
+        assert hit >= 0.99 * asked
+        check(daemon)

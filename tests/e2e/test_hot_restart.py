@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from kvtier.client import Client
 from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.forms import rounds
-from tests.support.known_blocks import chain_hashes, spec_of
+from tests.support.known_blocks import SHARD_BYTES, chain_hashes, spec_of
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
 
 # Waits of a test, not of a machine: leases of the former life end after a second.
 OPTIONS = {"lease.seconds_max": "1", "lease.margin_seconds": "0.2", "lease.grace_seconds": "0.1"}
 COUNT = 8
+POOL_COUNT = (16 << 20) // SHARD_BYTES
 
 
 @pytest.fixture
@@ -44,8 +45,11 @@ def engines() -> Iterator[Engines]:
         yield engines
 
 
-def kept_daemon(holder: HolderProcess, **sizes: str) -> AbstractContextManager[RunningDaemon]:
-    return running_daemon(**sizes, options={**OPTIONS, "restart.holder": str(holder.path)})
+def kept_daemon(
+    holder: HolderProcess, options: Mapping[str, str] | None = None, **sizes: str
+) -> AbstractContextManager[RunningDaemon]:
+    kept = {"restart.holder": str(holder.path)}
+    return running_daemon(**sizes, options={**OPTIONS, **(options or {}), **kept})
 
 
 def matched(client: Client, label: str) -> int:
@@ -110,6 +114,32 @@ def test_slots_that_an_engine_was_filling_are_nobody_elses_until_it_is_dead(
         taken = set(other.ask("reserve", count=4)["slots"])
         assert not taken & set(given["slots"])
         engine.kill()
+        check(daemon)
+
+
+def test_what_is_leased_by_an_engine_that_hangs_is_not_overwritten_until_its_deadline(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    with kept_daemon(
+        holder, {"lease.seconds_max": "4"}, dram_bytes="16MiB", slab_bytes="16MiB"
+    ) as daemon:
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        assert engine.ask("acquire", label="a", count=COUNT)["count"] == COUNT
+        engine.stop()
+        daemon.restart()
+        ready_at = time.monotonic()
+        other = engines.start(daemon.socket)
+        wait_matched(daemon, "a")
+        held = other.ask("fill", label="b", count=POOL_COUNT)["count"]
+        assert time.monotonic() - ready_at < 4.0, "too slow to say anything"
+        assert held == POOL_COUNT - COUNT
+        wait_matched(daemon, "a")
+        eventually(
+            lambda: other.ask("offload", label="c", count=COUNT)["count"] == COUNT,
+            "room once the lease must have ended",
+            10.0,
+        )
         check(daemon)
 
 

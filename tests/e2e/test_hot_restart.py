@@ -111,9 +111,16 @@ def test_slots_that_an_engine_was_filling_are_nobody_elses_until_it_is_dead(
         daemon.restart()
         other = engines.start(daemon.socket)
         time.sleep(1.5)  # Longer than any lease.
-        taken = set(other.ask("reserve", count=4)["slots"])
-        assert not taken & set(given["slots"])
+        taken = other.ask("fill", label="b", count=POOL_COUNT)["slots"]
+        assert set(range(POOL_COUNT)) - set(taken) == set(given["slots"])
         engine.kill()
+        eventually(
+            lambda: (
+                set(other.ask("fill", label="c", count=POOL_COUNT)["slots"]) >= set(given["slots"])
+            ),
+            "the slots come back",
+            5.0,
+        )
         check(daemon)
 
 

@@ -107,6 +107,7 @@ class EngineProcess:
     def fill(self, label: str, count: int) -> Answer:
         """Commit up to `count` blocks as long as there are slots at once; without their bytes."""
         hashes, done = chain_hashes(label, count), 0
+        slots: list[int] = []
         while done < count:
             given = self.client.reserve(self.namespace, count - done)
             if not len(given.slots):
@@ -121,7 +122,8 @@ class EngineProcess:
                 epoch=given.epoch,
             )
             done += len(some)
-        return {"count": done}
+            slots += given.slots.tolist()
+        return {"count": done, "slots": slots}
 
     def onboard(self, label: str, count: int) -> Answer:
         hashes = chain_hashes(label, count)

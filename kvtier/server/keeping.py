@@ -101,6 +101,8 @@ class Keeper:
                 generation, FORMAT_VERSION, slot_next=0, table=TABLE, hold_seconds=hold_seconds
             )
             self._write()
+            # First: an old inventory beside a new table would call slots free that are in use.
+            self._try_to(lambda place: place.unpark(INVENTORY))
             self._try_to(lambda place: place.park(TABLE, table_fd))
             fd = self._file.fd
             self._try_to(lambda place: place.park(INVENTORY, fd))

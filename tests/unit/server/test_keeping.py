@@ -1,0 +1,196 @@
+"""What the next life finds is true, wherever this one ended."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvtier.io.memory import create_memfd
+from kvtier.pools.slot_table import SlotTable
+from kvtier.server.holder import close_all
+from kvtier.server.inventory import Inventory, InventoryFile, ParkedSession, ParkedSet, ParkedSlab
+from kvtier.server.keeping import INVENTORY, TABLE, Keeper
+from kvtier.server.parking import ParkingFailed, is_same_file
+from tests.support.parking_places import Killed, MemoryParking
+
+GENERATION = 7
+SLOT_COUNT = 16
+
+
+def set_of(number: int) -> ParkedSet:
+    slab = ParkedSlab(f"slab-{number}", number, "base")
+    return ParkedSet("00" * 16, (slab,), (number - 1) * SLOT_COUNT, SLOT_COUNT, 4096, 4000)
+
+
+def session(number: int, **facts: object) -> ParkedSession:
+    made = ParkedSession(number, "ab" * 16, "BOTH", (0,), False, number, "LIVE", token="cd")
+    return replace(made, pidfd=f"process-{number}", **facts)  # type: ignore[arg-type]
+
+
+class Lives:
+    """One parking place, its lives, and their files."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, int] = {}
+        self.table = SlotTable(GENERATION)
+        self.slab = create_memfd("kvtier-slab", 4096)
+
+    def keeper(self, *, requests_max: int | None = None) -> Keeper:
+        return Keeper(MemoryParking(self.kept, requests_max=requests_max))
+
+    def begin(self, *, requests_max: int | None = None) -> Keeper:
+        keeper = self.keeper(requests_max=requests_max)
+        fd = self.table.fd if keeper.former is None else keeper.former.table_fd
+        keeper.begin(GENERATION, fd, hold_seconds=65.0)
+        return keeper
+
+    def found(self) -> Inventory | None:
+        """What a life would find that begins now."""
+        keeper = self.keeper()
+        found = None if keeper.former is None else keeper.former.inventory
+        if keeper.former is not None:
+            close_all([keeper.former.inventory_fd, keeper.former.table_fd])
+        keeper.close()
+        return found
+
+
+@pytest.fixture
+def lives() -> Iterator[Lives]:
+    lives = Lives()
+    yield lives
+    close_all([*lives.kept.values(), lives.slab])
+    lives.table.close()
+
+
+def keep_two_drop_one(lives: Lives, keeper: Keeper) -> None:
+    keeper.keep_set(set_of(1), [lives.slab])
+    keeper.keep_process("process-1", lives.slab)
+    keeper.note_sessions([session(1)])
+    keeper.keep_set(set_of(2), [lives.slab])
+    keeper.drop_set(set_of(1).slot_first)
+    keeper.note_sessions([])
+
+
+def test_the_next_life_finds_sets_sessions_and_numbers(lives: Lives) -> None:
+    keeper = lives.begin()
+    keeper.keep_set(set_of(1), [lives.slab])
+    keeper.keep_process("process-1", lives.slab)
+    keeper.note_sessions([session(1)])
+    keeper.keep_namespace("{}")
+    until = keeper.sessions_until(1)
+    keeper.close()
+    found = lives.found()
+    assert found is not None
+    assert (found.sets, found.sessions, found.namespaces) == ((set_of(1),), (session(1),), ("{}",))
+    assert (found.slot_next, found.slab_next, found.session_next) == (SLOT_COUNT, 2, until)
+    assert found.hold_seconds == 65.0
+
+
+def test_leases_of_each_life_have_higher_numbers_than_those_before(lives: Lives) -> None:
+    firsts = []
+    for _ in range(3):
+        keeper = lives.begin()
+        firsts.append(keeper.lease_first)
+        keeper.close()
+    assert [later - former for former, later in itertools.pairwise(firsts)] == [
+        1 << 40,
+        1 << 40,
+    ]
+
+
+def test_numbers_of_dropped_slots_are_not_given_again(lives: Lives) -> None:
+    keeper = lives.begin()
+    keep_two_drop_one(lives, keeper)
+    keeper.drop_set(set_of(2).slot_first)
+    keeper.close()
+    found = lives.found()
+    assert found is not None
+    assert (found.sets, found.slot_next, found.slab_next) == ((), 2 * SLOT_COUNT, 3)
+    assert set(lives.kept) == {INVENTORY, TABLE}
+
+
+@pytest.mark.parametrize("requests_max", range(9))
+def test_wherever_a_life_ends_the_inventory_names_only_what_is_parked(
+    lives: Lives, requests_max: int
+) -> None:
+    ended = False
+    try:
+        keep_two_drop_one(lives, lives.begin(requests_max=requests_max))
+    except Killed:
+        ended = True
+    assert ended == (requests_max < 8), "the story has eight requests"
+    found = lives.found()
+    if found is not None:
+        named = {slab.name for one in found.sets for slab in one.slabs}
+        named |= {one.pidfd for one in found.sessions}
+        assert named <= set(lives.kept)
+
+
+@pytest.mark.parametrize("requests_max", range(6))
+def test_an_old_inventory_never_stands_beside_a_new_table(lives: Lives, requests_max: int) -> None:
+    """Its slots would look as if nobody used them."""
+    file = InventoryFile()
+    file.write(Inventory(5, table_version=99, slot_next=48, sets=(set_of(1),), table=TABLE))
+    old = SlotTable(5)
+    MemoryParking(lives.kept).park(INVENTORY, file.fd)
+    MemoryParking(lives.kept).park(TABLE, old.fd)
+    with contextlib.suppress(Killed):
+        lives.begin(requests_max=requests_max)
+    is_old_table = is_same_file(lives.kept[TABLE], old.fd)
+    is_old = INVENTORY in lives.kept and is_same_file(lives.kept[INVENTORY], file.fd)
+    assert not is_old or is_old_table
+    file.close()
+    old.close()
+
+
+def test_what_no_inventory_names_goes_back(lives: Lives) -> None:
+    MemoryParking(lives.kept).park("slab-9", lives.slab)
+    keeper = lives.begin()
+    assert set(lives.kept) == {INVENTORY, TABLE}
+    keeper.close()
+
+
+def test_a_start_that_is_refused_changes_nothing(lives: Lives) -> None:
+    lives.begin().close()
+    before = dict(lives.kept)
+    keeper = lives.keeper()
+    assert keeper.former is not None
+    close_all([keeper.former.inventory_fd, keeper.former.table_fd])
+    keeper.close()
+    assert lives.kept == before
+
+
+def fail_at_set(lives: Lives, keeper: Keeper) -> None:
+    keeper.keep_set(set_of(1), [lives.slab])
+
+
+def fail_at_process(lives: Lives, keeper: Keeper) -> None:
+    keeper.keep_process("process-1", lives.slab)
+
+
+@pytest.mark.parametrize("act", [fail_at_set, fail_at_process])
+def test_a_place_that_fails_leaves_nothing_to_be_believed(
+    lives: Lives, act: Callable[[Lives, Keeper], None]
+) -> None:
+    place = MemoryParking(lives.kept)
+    keeper = Keeper(place)
+    keeper.begin(GENERATION, lives.table.fd, hold_seconds=65.0)
+    place.error = ParkingFailed("gone")
+    act(lives, keeper)
+    assert not keeper.is_on
+    keeper.note_sessions([session(3)])
+    keeper.close()
+    assert lives.found() is None
+
+
+def test_descriptors_are_neither_leaked_nor_closed_twice(lives: Lives) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    keeper = lives.begin()
+    keeper.keep_set(set_of(1), [lives.slab])
+    keeper.close()
+    assert len(os.listdir("/proc/self/fd")) == before + len(lives.kept)

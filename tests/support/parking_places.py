@@ -99,12 +99,12 @@ class MemoryParking:
         self.error: Exception | None = None  # Raised by the next requests.
 
     def park(self, name: str, fd: int) -> None:
-        self._count()
+        self.count()
         self._close(name)
         self.kept[name] = os.dup(fd)
 
     def unpark(self, name: str) -> None:
-        self._count()
+        self.count()
         self._close(name)
 
     def take_all(self) -> dict[str, int]:
@@ -113,7 +113,8 @@ class MemoryParking:
     def close(self) -> None:
         pass
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """One step of the story."""
         if self.error is not None:
             raise self.error
         if self.requests_max is not None:

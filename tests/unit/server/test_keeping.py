@@ -114,16 +114,26 @@ def test_numbers_of_dropped_slots_are_not_given_again(lives: Lives) -> None:
     assert set(lives.kept) == {INVENTORY, TABLE}
 
 
-@pytest.mark.parametrize("requests_max", range(9))
+@pytest.mark.parametrize("steps_max", range(17))
 def test_wherever_a_life_ends_the_inventory_names_only_what_is_parked(
-    lives: Lives, requests_max: int
+    lives: Lives, steps_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    place = MemoryParking(lives.kept, requests_max=steps_max)
+    write = InventoryFile.write
+
+    def write_counted(file: InventoryFile, inventory: Inventory) -> None:
+        place.count()
+        write(file, inventory)
+
+    monkeypatch.setattr(InventoryFile, "write", write_counted)
+    keeper = Keeper(place)
     ended = False
     try:
-        keep_two_drop_one(lives, lives.begin(requests_max=requests_max))
+        keeper.begin(GENERATION, lives.table.fd, hold_seconds=65.0)
+        keep_two_drop_one(lives, keeper)
     except Killed:
         ended = True
-    assert ended == (requests_max < 8), "the story has eight requests"
+    assert ended == (steps_max < 14), "the story has fourteen steps"
     found = lives.found()
     if found is not None:
         named = {slab.name for one in found.sets for slab in one.slabs}

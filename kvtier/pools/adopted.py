@@ -70,7 +70,10 @@ def adopted_slots(
 def _by_engine(slots: Slots, entries: Entries) -> dict[bytes, Slots]:
     engines = entries["hash"][:, : len(_DAEMON)]
     different = np.unique(engines, axis=0) if len(engines) else engines
-    return {one.tobytes(): slots[(engines == one).all(axis=1)] for one in different}
+    return {
+        one.tobytes(): slots[(engines == one).all(axis=1)]  # gil-ok: 16 bytes.
+        for one in different
+    }
 
 
 def _blocks(slots: Slots, entries: Entries) -> RecoveredBlocks:
@@ -104,7 +107,7 @@ def _differs(prints: Bytes) -> npt.NDArray[np.bool_]:
 
 
 def _life(entry: np.void) -> SegmentHeader:
-    fingerprint = entry["fingerprint"].tobytes()
+    fingerprint = entry["fingerprint"].tobytes()  # gil-ok: 16 bytes.
     return SegmentHeader(0, fingerprint, SlotLayout(0, 0), slot_count=0, sequence=0)
 
 

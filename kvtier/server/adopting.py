@@ -81,7 +81,7 @@ class Adopter:
                 for slab in one.slabs
                 if (fd := keeper.take(slab.name)) is not None
             }
-            self._sessions.restore(inventory.sessions, inventory.session_next)
+            self._sessions.revive(inventory.sessions, inventory.session_next)
         keeper.begin(self._pool.generation, self._pool.table.fd, hold_seconds)
         if former is None:
             return

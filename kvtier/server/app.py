@@ -30,7 +30,7 @@ from kvtier.errors import ConfigError
 from kvtier.paths import default_socket_path
 from kvtier.server import logs
 from kvtier.server.activation import Listeners, take_passed
-from kvtier.server.build import Parts, Plan, build, plan_memory
+from kvtier.server.build import Parts, build
 from kvtier.server.heap import keep_message_memory
 from kvtier.server.instance import (
     clear_way,
@@ -42,6 +42,7 @@ from kvtier.server.instance import (
 )
 from kvtier.server.keeping import open_keeper
 from kvtier.server.nvme_paths import OpenDriver, open_file
+from kvtier.server.plan import Plan, plan_memory
 from kvtier.server.threads import call_soon
 
 log = logging.getLogger(__name__)

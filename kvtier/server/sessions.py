@@ -210,12 +210,12 @@ class Sessions:
                 if one.role is not Role.TOOL
             )
 
-    def restore(self, parked: Sequence[ParkedSession], session_next: int) -> None:
+    def revive(self, parked: Sequence[ParkedSession], session_next: int) -> None:
         """Sessions of the life before; their clients may come back and name them. All are lost."""
         self._next_id = max(self._next_id, session_next)
         for one in parked:
             if one.token:
-                self._restore_record(one)
+                self._revive_record(one)
         for record in self._records.values():
             if record.replaces not in self._records:
                 record.replaces = None
@@ -226,7 +226,7 @@ class Sessions:
         for record in self._records.values():
             self._watch(record)
 
-    def _restore_record(self, one: ParkedSession) -> None:
+    def _revive_record(self, one: ParkedSession) -> None:
         session, role = SessionId(one.session), Role[one.role]
         caller = Caller(session, role, one.by_value, False, bytes.fromhex(one.token), self._now())
         self._records[session] = SessionRecord(

@@ -9,8 +9,9 @@ Invariants:
   (3) `wait_quiet(session)` returns True only when no hold under that session is open, none can
       open afterwards, and every slab that was mapped under it, were it our own, is unmapped.
 
-After a reconnect the daemon offers its slabs anew and they are mapped anew: to keep the old
-mappings would be faster, but then nobody could say what Quiet about the old session is true of.
+After a reconnect the daemon offers its slabs anew. Where its memory outlives it, a slab whose file
+is still mapped is not mapped again, nor pinned: it is *kept*, for nobody to use, until it becomes
+one of the new session or is given up. Quiet about the old session waits for either.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 # How often a slab is looked at that somebody still holds a view of.
 LEAVING_POLL_SECONDS = 0.05
+# Offers come with the answer to each namespace; what is not offered by then is not any more.
+KEPT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +46,11 @@ class Slab:
     offer: pb.SlabOffered
     session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
+    file: tuple[int, int]  # Device and inode: no other file has them while this one is mapped.
+
+    def is_of(self, file: tuple[int, int], length_bytes: int) -> bool:
+        """Whether this mapping shows the whole of that file's first bytes."""
+        return self.file == file and self.mapping.length_bytes == length_bytes
 
 
 class SlabPins(Protocol):
@@ -87,6 +95,7 @@ class ArenaTable:
         self._changed = threading.Condition()
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
+        self._kept: dict[tuple[int, int], Slab] = {}  # Refused; of sessions that are lost.
         self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
         self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
@@ -106,25 +115,52 @@ class ArenaTable:
                 self._refused.clear()
                 self._generation = generation
 
-    def void_all(self) -> None:
-        """Our session is lost or ends: refuse every slab; pages go with their last view."""
+    def void_all(self, *, keeps: bool = False) -> None:
+        """Our session is lost or ends: refuse every slab; pages go with their last view, or stay
+        (`keeps`) for the next session."""
         with self._changed:
-            self._leaving += self._slabs.values()
+            if keeps:
+                self._kept |= self._slabs
+            else:
+                self._leaving += [*self._slabs.values(), *self._kept.values()]
+                self._kept.clear()
             self._slabs.clear()
             self._rows.clear()
             self._reap()
 
+    def end_kept(self) -> None:
+        """What was kept and has not been offered again is no more."""
+        with self._changed:
+            self._leaving += self._kept.values()
+            self._kept.clear()
+            self._reap()
+
+    @property
+    def has_kept(self) -> bool:
+        return bool(self._kept)
+
     def add(self, offer: pb.SlabOffered, fd: int, session: SessionRef) -> None:
-        """Map an offered slab; the fd stays the caller's. Raises BadFrame, OSError."""
-        _check_offer(offer, os.fstat(fd).st_size)
+        """Map an offered slab, if it is not mapped still; the fd stays the caller's.
+
+        Raises BadFrame, OSError.
+        """
+        found = os.fstat(fd)
+        _check_offer(offer, found.st_size)
+        file = (found.st_dev, found.st_ino)
         with self._changed:
             key = (offer.shard, offer.slab_id)
             if key in self._slabs:
                 raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
-            slab = Slab(offer, session, Mapping(fd, offer.slab_bytes))
+            kept = self._kept.pop(key, None)
+            if kept is not None and kept.is_of(file, offer.slab_bytes):
+                slab = Slab(offer, session, kept.mapping, file)
+            else:
+                if kept is not None:
+                    self._leaving.append(kept)
+                slab = Slab(offer, session, Mapping(fd, offer.slab_bytes), file)
+                if self._pins is not None:
+                    self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
             self._slabs[key] = slab
-            if self._pins is not None:
-                self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
             self._rebuild(offer.namespace_id, offer.shard)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
@@ -165,7 +201,7 @@ class ArenaTable:
             return not self._is_touched(session)
 
     def _is_touched(self, session: SessionRef) -> bool:
-        slabs = [*self._slabs.values(), *self._leaving]
+        slabs = [*self._slabs.values(), *self._kept.values(), *self._leaving]
         return self._held[session] > 0 or any(slab.session == session for slab in slabs)
 
     def _reap(self) -> None:
@@ -194,7 +230,7 @@ class ArenaTable:
         with self._changed:
             assert self._pins is None, "slabs are pinned for one device"
             self._pins = pins
-            for slab in [*self._slabs.values(), *self._leaving]:
+            for slab in [*self._slabs.values(), *self._kept.values(), *self._leaving]:
                 pins.add(slab.mapping.address, slab.mapping.length_bytes)
 
     def views(

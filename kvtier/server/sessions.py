@@ -95,6 +95,11 @@ class Sessions:
         """Of `sessions_max`: live and lost ones, and those opened by Greet."""
         return len(self._records) + self._tokens.greeted_count
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether what is in memory outlives this daemon."""
+        return self._keeper.is_on
+
     def get(self, session: SessionId) -> SessionRecord | None:
         return self._records.get(session)
 

@@ -16,8 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from kvtier.config_restart import RestartConfig
+from kvtier.io.memory import create_memfd
 from kvtier.pools.slot_table import FORMAT_VERSION
+from kvtier.pools.table_versions import as_current
 from kvtier.server.inventory import (
     Inventory,
     InventoryFile,
@@ -36,7 +40,7 @@ from kvtier.server.parking import (
 log = logging.getLogger(__name__)
 
 INVENTORY = "inventory"
-TABLE = "slot-table"
+TABLE = f"slot-table-{FORMAT_VERSION}"
 # Numbers of sessions are written down so many ahead: not at each Greet.
 SESSIONS_AHEAD = 4096
 LEASES_A_LIFE_BITS = 40
@@ -48,7 +52,7 @@ class Former:
 
     inventory: Inventory
     inventory_fd: int
-    table_fd: int
+    table_fd: int  # In this build's version.
 
 
 class Keeper:
@@ -109,12 +113,20 @@ class Keeper:
         else:
             self._file = InventoryFile(former.inventory_fd)
             before = former.inventory
+            if before.table != TABLE:  # It was converted: the next life finds the new one.
+                self._park(TABLE, table_fd)
             known |= {slab.name for one in before.sets for slab in one.slabs}
             known |= {one.pidfd for one in before.sessions if one.pidfd}
             self._inventory = replace(
-                before, life=self.life, hold_seconds=max(hold_seconds, before.hold_seconds)
+                before,
+                table=TABLE,
+                table_version=FORMAT_VERSION,
+                life=self.life,
+                hold_seconds=max(hold_seconds, before.hold_seconds),
             )
             self._write()
+            if before.table != TABLE:
+                self._unpark([before.table])
         self._parked |= known
         for name in [name for name in self._taken if name not in known]:
             self._unpark([name])
@@ -207,11 +219,17 @@ class Keeper:
             return found
         if found.generation == 0:
             return "its daemon could not keep all of it"
-        if found.table_version != FORMAT_VERSION:
-            return f"its slot table has version {found.table_version}"
         if found.table not in self._taken:
             return "its slot table is missing"
-        self.former = Former(found, self._taken.pop(INVENTORY), self._taken.pop(found.table))
+        table_fd = self._taken[found.table]
+        if found.table_version != FORMAT_VERSION:
+            converted = _converted(table_fd, found.table_version)
+            if converted is None:
+                return f"its slot table has version {found.table_version}"
+            os.close(table_fd)
+            table_fd = converted
+        del self._taken[found.table]
+        self.former = Former(found, self._taken.pop(INVENTORY), table_fd)
         return ""
 
     def _change(self, **changes: object) -> None:
@@ -250,6 +268,18 @@ class Keeper:
             self._file.write(replace(self._inventory, generation=0))
         self._parking.close()
         self._parking = None
+
+
+def _converted(table_fd: int, version: int) -> int | None:
+    """A new slot table that says the same in this build's version."""
+    length = os.fstat(table_fd).st_size
+    table = as_current(np.frombuffer(os.pread(table_fd, length, 0), np.uint8), version)
+    if table is None:
+        return None
+    fd = create_memfd("kvtier-slot-table", length)
+    written = os.pwrite(fd, table, 0)
+    assert written == length, "memory has no room for the slot table"
+    return fd
 
 
 def open_keeper(

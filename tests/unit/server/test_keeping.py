@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvtier.io.memory import create_memfd
-from kvtier.pools.slot_table import SlotTable
+from kvtier.pools import table_versions
+from kvtier.pools.slot_table import FORMAT_VERSION, SlotTable
 from kvtier.server.holder import close_all
 from kvtier.server.inventory import Inventory, InventoryFile, ParkedSession, ParkedSet, ParkedSlab
 from kvtier.server.keeping import INVENTORY, TABLE, Keeper
@@ -156,6 +157,43 @@ def test_an_old_inventory_never_stands_beside_a_new_table(lives: Lives, requests
     assert not is_old or is_old_table
     file.close()
     old.close()
+
+
+@pytest.mark.parametrize("requests_max", range(4))
+def test_a_table_of_an_earlier_build_is_converted_and_never_lost(
+    lives: Lives, requests_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_versions, "CONVERTERS", {FORMAT_VERSION - 1: lambda found: found})
+    earlier = Inventory(GENERATION, FORMAT_VERSION - 1, 16, sets=(set_of(1),), table="earlier")
+    file = InventoryFile()
+    file.write(earlier)
+    for name, fd in ((INVENTORY, file.fd), ("earlier", lives.table.fd), ("slab-1", lives.slab)):
+        MemoryParking(lives.kept).park(name, fd)
+    with contextlib.suppress(Killed):
+        lives.begin(requests_max=requests_max)
+    found = lives.found()
+    assert found is not None
+    assert found.sets == earlier.sets
+    is_done = requests_max >= 2
+    assert (found.table, found.table_version) == (
+        (TABLE, FORMAT_VERSION) if requests_max >= 1 else ("earlier", FORMAT_VERSION - 1)
+    )
+    if is_done:
+        assert set(lives.kept) == {INVENTORY, TABLE, "slab-1"}
+    file.close()
+
+
+def test_a_table_of_a_later_build_is_let_go_of(lives: Lives) -> None:
+    file = InventoryFile()
+    file.write(Inventory(GENERATION, FORMAT_VERSION + 1, 16, sets=(set_of(1),), table="later"))
+    for name, fd in ((INVENTORY, file.fd), ("later", lives.table.fd), ("slab-1", lives.slab)):
+        MemoryParking(lives.kept).park(name, fd)
+    keeper = lives.keeper()
+    assert keeper.former is None
+    keeper.begin(GENERATION + 1, lives.table.fd, hold_seconds=65.0)
+    assert set(lives.kept) == {INVENTORY, TABLE}
+    keeper.close()
+    file.close()
 
 
 def test_what_no_inventory_names_goes_back(lives: Lives) -> None:

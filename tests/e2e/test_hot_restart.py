@@ -20,6 +20,7 @@ from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.forms import rounds
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, spec_of
+from tests.support.other_build import NEXT_VERSION, make_next_build
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
 
@@ -64,6 +65,10 @@ def wait_matched(daemon: RunningDaemon, label: str, count: int = COUNT) -> None:
         eventually(lambda: matched(client, label) == count, f"{count} blocks of {label}", 5.0)
 
 
+def wait_mapped(engine: Engine) -> None:
+    eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps slabs")
+
+
 def check(daemon: RunningDaemon) -> None:
     with Client(daemon.socket, role=Role.TOOL) as client:
         assert client.wait_connected(10)
@@ -91,7 +96,7 @@ def test_blocks_outlive_the_daemon_and_an_engine_goes_on_with_them(
         daemon.start()
         assert daemon.ready["generation"] == generation
         wait_matched(daemon, "a")
-        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps its slabs")
+        wait_mapped(engine)
         after = engine.ask("session")["session"]
         assert after[0] == before[0]
         assert after[1] > before[1]
@@ -162,7 +167,7 @@ def test_a_holder_that_is_killed_costs_the_next_life_its_blocks_and_nothing_else
         daemon.restart()
         assert daemon.ready["generation"] != generation
         assert "memory will not outlive this daemon" in daemon.log_text
-        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps new slabs")
+        wait_mapped(engine)
         assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
         assert engine.ask("offload", label="a", count=COUNT)["count"] == COUNT
         check(daemon)
@@ -177,7 +182,7 @@ def test_a_lost_state_directory_voids_the_blocks_and_their_slots_come_back(
         daemon.kill()
         shutil.rmtree(daemon.state_dir)
         daemon.start()
-        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps its slabs")
+        wait_mapped(engine)
         assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
         assert engine.ask("offload", label="b", count=COUNT)["count"] == COUNT
         check(daemon)
@@ -193,7 +198,36 @@ def test_memory_that_lies_in_another_way_is_let_go_of(
         daemon.set_option("dram.slab_bytes", "8MiB")
         daemon.start()
         assert "slab set not taken over" in daemon.log_text
-        eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps new slabs")
+        wait_mapped(engine)
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
+        assert engine.ask("offload", label="a", count=COUNT)["count"] == COUNT
+        check(daemon)
+
+
+def test_an_upgrade_keeps_the_blocks_and_a_way_back_loses_them_at_worst(
+    holder: HolderProcess, engines: Engines, tmp_path: Path
+) -> None:
+    with kept_daemon(holder) as daemon:
+        this_build, next_build = daemon.program, make_next_build(tmp_path)
+        generation = daemon.ready["generation"]
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        daemon.program = next_build
+        daemon.restart()
+        assert daemon.ready["generation"] == generation
+        wait_matched(daemon, "a")
+        wait_mapped(engine)
+        assert engine.ask("onboard", label="a", count=COUNT)["count"] == COUNT
+        engine.ask("offload", label="b", count=COUNT)
+        daemon.restart()  # The next build again, on its own table.
+        wait_matched(daemon, "a")
+        wait_matched(daemon, "b")
+        check(daemon)
+        daemon.program = this_build
+        daemon.restart()
+        assert daemon.ready["generation"] != generation
+        assert f"its slot table has version {NEXT_VERSION}" in daemon.log_text
+        wait_mapped(engine)
         assert engine.ask("onboard", label="a", count=COUNT)["count"] == 0
         assert engine.ask("offload", label="a", count=COUNT)["count"] == COUNT
         check(daemon)

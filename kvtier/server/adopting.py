@@ -97,6 +97,8 @@ class Adopter:
         """Begin to take blocks in; returns at once."""
         if self._sets:
             tasks.create_task(self._take_in(), name="adopting")
+        else:
+            self._keeper.end_taking_over()
 
     # ------------------------------------------------------------------------------- slab sets
 
@@ -208,6 +210,7 @@ class Adopter:
                     sequence_next=found.sequence_next,
                 )
             )
+        self._keeper.end_taking_over()
         log.info(
             "memory of the former life taken over",
             extra={

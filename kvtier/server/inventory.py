@@ -82,6 +82,7 @@ class Inventory:
     table: str = ""  # The name that the slot table is parked under.
     slab_next: int = 1
     session_next: int = 1
+    tries: int = 0  # Lives in a row that have begun to take it over and not ended with that.
     life: int = 0  # How often this memory has been taken over.
     hold_seconds: float = 0.0  # How long a lease of this life runs at most.
     namespaces: tuple[str, ...] = ()  # Canonical JSON of their facts, in the order of their ids.
@@ -94,17 +95,37 @@ class InventoryFile:
     def __init__(self, fd: int | None = None) -> None:
         """`fd`: that of the life before, which is gone on with; it is ours then."""
         self.fd = create_memfd("kvtier-inventory", 2 * HALF_BYTES) if fd is None else fd
+        # Of what is in the inventory, by its id: thousands of sets stay as they are.
+        self._texts: dict[int, tuple[object, str]] = {}
         found = _newest(self.fd)
         self._number = 0 if found is None else found[0]
 
     def write(self, inventory: Inventory) -> None:
         """When this returns the new one counts; until then the old one does."""
-        text = json.dumps(asdict(inventory)).encode()
+        text = self._text(inventory).encode()
         assert len(text) <= HALF_BYTES - _TEXT_AT, "the inventory has outgrown its half"
         self._number += 1
         head = _HEAD.pack(MAGIC, VERSION, self._number, len(text))
         crc = _CRC.pack(zlib.crc32(text, zlib.crc32(head)))
         os.pwrite(self.fd, head + crc + text, self._number % 2 * HALF_BYTES)
+
+    def _text(self, inventory: Inventory) -> str:
+        """What `json.dumps(asdict(inventory))` means."""
+        parts: dict[str, tuple[Any, ...]] = {
+            "sets": inventory.sets,
+            "sessions": inventory.sessions,
+        }
+        texts = {
+            id(one): self._texts.get(id(one)) or (one, json.dumps(asdict(one)))
+            for ones in parts.values()
+            for one in ones
+        }
+        self._texts = texts
+        rest = json.dumps(asdict(replace(inventory, sets=(), sessions=())))
+        for name, ones in parts.items():
+            whole = ", ".join(texts[id(one)][1] for one in ones)
+            rest = rest.replace(f'"{name}": []', f'"{name}": [{whole}]', 1)
+        return rest
 
     def close(self) -> None:
         os.close(self.fd)

@@ -43,6 +43,8 @@ INVENTORY = "inventory"
 TABLE = f"slot-table-{FORMAT_VERSION}"
 # Numbers of sessions are written down so many ahead: not at each Greet.
 SESSIONS_AHEAD = 4096
+# Whatever it is that ends us while we take memory over, it must not do so for ever.
+TRIES_MAX = 3
 LEASES_A_LIFE_BITS = 40
 
 
@@ -122,6 +124,7 @@ class Keeper:
                 table=TABLE,
                 table_version=FORMAT_VERSION,
                 life=self.life,
+                tries=before.tries + 1,
                 hold_seconds=max(hold_seconds, before.hold_seconds),
             )
             self._write()
@@ -143,6 +146,10 @@ class Keeper:
         if self._parking is not None:
             self._parking.close()
             self._parking = None
+
+    def end_taking_over(self) -> None:
+        """All that could be taken over of the former life has been."""
+        self._change(tries=0)
 
     # --------------------------------------------------------------------------------- keeping
 
@@ -219,6 +226,8 @@ class Keeper:
             return found
         if found.generation == 0:
             return "its daemon could not keep all of it"
+        if found.tries >= TRIES_MAX:
+            return f"it was begun to be taken over {found.tries} times in vain"
         if found.table not in self._taken:
             return "its slot table is missing"
         table_fd = self._taken[found.table]

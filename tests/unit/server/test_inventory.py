@@ -7,6 +7,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -44,6 +45,30 @@ def test_what_was_written_last_is_read(file: InventoryFile) -> None:
     for inventory in (OLD, NEW, OLD):
         file.write(inventory)
         assert read_inventory(file.fd) == inventory
+
+
+def test_what_stayed_the_same_is_not_written_out_anew(
+    file: InventoryFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write(OLD)
+    written: list[object] = []
+
+    def counted(one: ParkedSet | ParkedSession | Inventory) -> dict[str, object]:
+        written.append(one)
+        return asdict(one)
+
+    monkeypatch.setattr(module, "asdict", counted)
+    more = replace(SET, slot_first=64)
+    later = replace(OLD, sets=(SET, more), slot_next=80)
+    file.write(later)
+    assert read_inventory(file.fd) == later
+    assert [one for one in written if not isinstance(one, Inventory)] == [more]
+
+
+def test_a_client_may_be_called_as_it_likes(file: InventoryFile) -> None:
+    odd = replace(OLD, sessions=(replace(SESSION, client='"sets": [], "sessions": []'),))
+    file.write(odd)
+    assert read_inventory(file.fd) == odd
 
 
 def test_a_later_life_goes_on_where_this_one_ended(file: InventoryFile) -> None:

@@ -15,7 +15,7 @@ from kvtier.pools import table_versions
 from kvtier.pools.slot_table import FORMAT_VERSION, SlotTable
 from kvtier.server.holder import close_all
 from kvtier.server.inventory import Inventory, InventoryFile, ParkedSession, ParkedSet, ParkedSlab
-from kvtier.server.keeping import INVENTORY, TABLE, Keeper
+from kvtier.server.keeping import INVENTORY, TABLE, TRIES_MAX, Keeper
 from kvtier.server.parking import ParkingFailed, is_same_file
 from tests.support.parking_places import Killed, MemoryParking
 
@@ -194,6 +194,23 @@ def test_a_table_of_a_later_build_is_let_go_of(lives: Lives) -> None:
     assert set(lives.kept) == {INVENTORY, TABLE}
     keeper.close()
     file.close()
+
+
+def test_memory_whose_taking_over_ends_each_life_is_let_go_of(lives: Lives) -> None:
+    lives.begin().close()
+    for _ in range(TRIES_MAX):
+        assert lives.found() is not None
+        lives.begin().close()
+    assert lives.found() is None
+
+
+def test_a_taking_over_that_ended_counts_no_more(lives: Lives) -> None:
+    lives.begin().close()
+    for _ in range(2 * TRIES_MAX):
+        keeper = lives.begin()
+        keeper.end_taking_over()
+        keeper.close()
+    assert lives.found() is not None
 
 
 def test_what_no_inventory_names_goes_back(lives: Lives) -> None:

@@ -47,10 +47,18 @@ def engines() -> Iterator[Engines]:
 
 
 def kept_daemon(
-    holder: HolderProcess, options: Mapping[str, str] | None = None, **sizes: str
+    holder: HolderProcess,
+    options: Mapping[str, str] | None = None,
+    *,
+    dram_bytes: str = "64MiB",
+    slab_bytes: str = "16MiB",
 ) -> AbstractContextManager[RunningDaemon]:
     kept = {"restart.holder": str(holder.path)}
-    return running_daemon(**sizes, options={**OPTIONS, **(options or {}), **kept})
+    return running_daemon(
+        dram_bytes=dram_bytes,
+        slab_bytes=slab_bytes,
+        options={**OPTIONS, **(options or {}), **kept},
+    )
 
 
 def matched(client: Client, label: str) -> int:

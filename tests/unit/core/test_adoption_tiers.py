@@ -9,6 +9,7 @@ from kvtier.types import TierName
 from tests.support.adopting import hold_seconds, restart
 from tests.support.world import chain
 from tests.unit.core.test_demotions import TieredStory
+from tests.unit.core.test_manager import NS
 
 
 class AdoptedTieredStory(TieredStory):
@@ -42,7 +43,7 @@ class AdoptedTieredStory(TieredStory):
         self.world.finish_work()
 
     def found(self, path: str) -> dict[TierName, int]:
-        match = self.world.match(1, chain(path))
+        match = self.world.match(NS, chain(path))
         return {tier: count for tier, count in match.tiers if count}
 
 

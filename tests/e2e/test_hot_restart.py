@@ -20,13 +20,18 @@ from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.forms import rounds
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, spec_of
+from tests.support.kv_subscriber import Subscriber
 from tests.support.other_build import NEXT_VERSION, make_next_build
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
 
+pytestmark = pytest.mark.slow
+rare = pytest.mark.torture  # `make test` has eight seconds for all of this.
+
 # Waits of a test, not of a machine: leases of the former life end after a second.
 OPTIONS = {"lease.seconds_max": "1", "lease.margin_seconds": "0.2", "lease.grace_seconds": "0.1"}
 COUNT = 8
+LOAD_SECONDS = 0.8
 POOL_COUNT = (16 << 20) // SHARD_BYTES
 
 
@@ -91,7 +96,7 @@ def end(daemon: RunningDaemon) -> None:
     assert daemon.terminate() == 0
 
 
-@pytest.mark.parametrize("ending", [kill, end])
+@pytest.mark.parametrize("ending", [kill, pytest.param(end, marks=rare)])
 def test_blocks_outlive_the_daemon_and_an_engine_goes_on_with_them(
     holder: HolderProcess, engines: Engines, ending: Callable[[RunningDaemon], None]
 ) -> None:
@@ -113,6 +118,7 @@ def test_blocks_outlive_the_daemon_and_an_engine_goes_on_with_them(
         check(daemon)
 
 
+@rare
 def test_slots_that_an_engine_was_filling_are_nobody_elses_until_it_is_dead(
     holder: HolderProcess, engines: Engines
 ) -> None:
@@ -163,6 +169,7 @@ def test_what_is_leased_by_an_engine_that_hangs_is_not_overwritten_until_its_dea
         check(daemon)
 
 
+@rare
 def test_a_holder_that_is_killed_costs_the_next_life_its_blocks_and_nothing_else(
     holder: HolderProcess, engines: Engines
 ) -> None:
@@ -181,6 +188,7 @@ def test_a_holder_that_is_killed_costs_the_next_life_its_blocks_and_nothing_else
         check(daemon)
 
 
+@rare
 def test_a_lost_state_directory_voids_the_blocks_and_their_slots_come_back(
     holder: HolderProcess, engines: Engines
 ) -> None:
@@ -196,6 +204,7 @@ def test_a_lost_state_directory_voids_the_blocks_and_their_slots_come_back(
         check(daemon)
 
 
+@rare
 def test_memory_that_lies_in_another_way_is_let_go_of(
     holder: HolderProcess, engines: Engines
 ) -> None:
@@ -212,6 +221,7 @@ def test_memory_that_lies_in_another_way_is_let_go_of(
         check(daemon)
 
 
+@rare
 def test_an_upgrade_keeps_the_blocks_and_a_way_back_loses_them_at_worst(
     holder: HolderProcess, engines: Engines, tmp_path: Path
 ) -> None:
@@ -245,22 +255,53 @@ def acked(engine: Engine) -> dict[str, int]:
     return {one["label"]: one["count"] for one in engine.of_kind("acked")}
 
 
+@rare
+def test_blocks_that_are_taken_over_are_announced_and_counted(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    folder = holder.path.parent
+    options = {
+        "kv_events.bind": f"ipc://{folder}/events",
+        "kv_events.replay_bind": f"ipc://{folder}/replay",
+    }
+    with kept_daemon(holder, options) as daemon:
+        engine = engines.start(daemon.socket)
+        engine.ask("offload", label="a", count=COUNT)
+        daemon.restart()
+        wait_matched(daemon, "a")
+        wanted = set(chain_hashes("a", COUNT))
+        with Subscriber(f"ipc://{folder}/events", f"ipc://{folder}/replay") as reader:
+
+            def are_announced() -> bool:
+                reader.next_of.clear()
+                reader.ask_replay(0)
+                return wanted <= reader.books["CPU", "LOCAL"]
+
+            eventually(are_announced, "all blocks are announced", 5.0)
+        samples = daemon.metrics()
+        assert samples['kvtier_tier_blocks{tier="dram"}'] == COUNT
+        check(daemon)
+
+
 @pytest.mark.full_form
 @pytest.mark.parametrize("round_number", range(rounds(short=1, full=10)))
 def test_engines_under_load_read_right_bytes_and_hit_what_was_ready(
-    holder: HolderProcess, engines: Engines, round_number: int
+    holder: HolderProcess, engines: Engines, round_number: int, tmp_path: Path
 ) -> None:
+    """Even rounds are upgrades: the next daemon is of another build."""
     with kept_daemon(holder, dram_bytes="128MiB", slab_bytes="16MiB") as daemon:
         busy = [engines.start(daemon.socket, timeout_seconds=1.0) for _ in range(2)]
         for number, engine in enumerate(busy):
             engine.ask(
                 "churn", seed=number, chain_count=400, pause_seconds=0.002, others=["0", "1"]
             )
-        time.sleep(1.0)
+        if round_number % 2 == 0:
+            daemon.program = make_next_build(tmp_path)
+        time.sleep(LOAD_SECONDS)
         daemon.kill()
         ready = [acked(engine) for engine in busy]
         daemon.start()
-        time.sleep(1.0)
+        time.sleep(LOAD_SECONDS)
         for engine in busy:
             engine.ask("end_churn")
             assert engine.of_kind("wrong") == []

@@ -31,7 +31,7 @@ rare = pytest.mark.torture  # `make test` has eight seconds for all of this.
 # Waits of a test, not of a machine: leases of the former life end after a second.
 OPTIONS = {"lease.seconds_max": "1", "lease.margin_seconds": "0.2", "lease.grace_seconds": "0.1"}
 COUNT = 8
-LOAD_SECONDS = 0.8
+LOAD_SECONDS = 0.5
 POOL_COUNT = (16 << 20) // SHARD_BYTES
 
 
@@ -297,10 +297,11 @@ def test_engines_under_load_read_right_bytes_and_hit_what_was_ready(
             )
         if round_number % 2 == 0:
             daemon.program = make_next_build(tmp_path)
-        time.sleep(LOAD_SECONDS)
+        eventually(lambda: all(len(acked(engine)) > 10 for engine in busy), "a load")
         daemon.kill()
         ready = [acked(engine) for engine in busy]
         daemon.start()
+        eventually(lambda: "memory of the former life taken over" in daemon.log_text, "the end")
         time.sleep(LOAD_SECONDS)
         for engine in busy:
             engine.ask("end_churn")

@@ -125,13 +125,13 @@ class Daemon:
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
-            lease = self._config.lease
-            await parts.adopter.begin(lease.seconds_max + lease.margin_seconds)
             if parts.events is not None:
                 parts.events.start()
             if parts.remote is not None and parts.search is not None:
                 parts.remote.start(tasks)
                 parts.search.start(tasks)
+            lease = self._config.lease  # After whoever wants to hear of namespaces.
+            await parts.adopter.begin(lease.seconds_max + lease.margin_seconds)
             parts.mover.start(tasks)
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())

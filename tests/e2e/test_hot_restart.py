@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.client import Client
+from kvtier.pools.remote.files import prepare_root
 from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.forms import rounds
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, spec_of
 from tests.support.kv_subscriber import Subscriber
+from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
 from tests.support.other_build import NEXT_VERSION, make_next_build
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
@@ -280,6 +282,41 @@ def test_blocks_that_are_taken_over_are_announced_and_counted(
             eventually(are_announced, "all blocks are announced", 5.0)
         samples = daemon.metrics()
         assert samples['kvtier_tier_blocks{tier="dram"}'] == COUNT
+        check(daemon)
+
+
+@rare
+def test_with_all_four_tiers_memory_is_taken_over_and_the_others_join(
+    holder: HolderProcess, engines: Engines, tmp_path: Path
+) -> None:
+    make_pool(tmp_path / "pool", pool_bytes=32 << 20)
+    prepare_root(tmp_path / "share")
+    options = {
+        "cxl.emulate": "4GB/s,400ns",
+        "cxl.bytes": "16MiB",
+        "cxl.slab_bytes": "2MiB",
+        "nvme.paths": str(tmp_path / "pool"),
+        "nvme.write_bytes_per_hour": "1TiB",
+        "remote.engine": "files",
+        "remote.path": str(tmp_path / "share"),
+        "remote.capacity_bytes": "1GiB",
+    }
+    with kept_daemon(holder, options, dram_bytes="16MiB", slab_bytes="2MiB") as daemon:
+        wait_state(daemon, "on")
+        engine = engines.start(daemon.socket)
+        labels = [f"chain {number}" for number in range(4)]
+        for label in labels:
+            assert engine.ask("offload", label=label, count=COUNT)["count"] == COUNT
+            assert engine.ask("onboard", label=label, count=COUNT)["count"] == COUNT
+        for tier in ("nvme", "remote"):
+            wait_metric(daemon, f'kvtier_tier_blocks{{tier="{tier}"}}', 4 * COUNT)
+        daemon.restart()
+        wait_state(daemon, "on")
+        for tier in ("dram", "nvme"):
+            wait_metric(daemon, f'kvtier_tier_blocks{{tier="{tier}"}}', 4 * COUNT)
+        wait_mapped(engine)
+        for label in labels:
+            assert engine.ask("onboard", label=label, count=COUNT)["count"] == COUNT
         check(daemon)
 
 

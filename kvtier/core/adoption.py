@@ -81,7 +81,10 @@ class Adoption:
         of the work, are like all others."""
         slab_set = next(one for one, until in self._until.items() if until <= now)
         del self._until[slab_set]
-        residency = self._namespaces[self._ledger.sets[slab_set].namespace]
+        found = self._ledger.sets.get(slab_set)
+        if found is None:
+            return  # All of it was free, and it has been given up since.
+        residency = self._namespaces[found.namespace]
         places = residency.tier.allocator.places_of_set(slab_set)
         self._let_go(residency.facts.namespace, places)
         residency.announce_leaves(places)

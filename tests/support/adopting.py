@@ -55,6 +55,8 @@ def restart(
         _adopt_set(world, bound, [one.session for one in sessions])
     for namespace, (ready, filled) in tables.items():
         slots = [slot for bound in sets if bound.namespace == namespace for slot in bound.slots]
+        if not slots:
+            continue
         readable = [slot for slot in slots if not unreadable(slot)]
         _adopt_filled(world, namespace, readable, filled, sessions)
         _adopt_free(world, namespace, readable, ready, filled)

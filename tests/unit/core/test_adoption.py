@@ -19,7 +19,7 @@ class AdoptedStory(Story):
 
     def __init__(self, path: str) -> None:
         super().__init__(CONFIG)
-        self.slots = self.offload(path)
+        self.slots = self.offload(path) if path else []
 
     def kill(self, *, unreadable: tuple[int, ...] = ()) -> None:
         restart(self.world, [self.engine], lambda slot: slot in unreadable)
@@ -145,3 +145,17 @@ def test_a_slab_is_not_dropped_while_a_process_of_the_former_life_may_map_it() -
     story.pass_time(story.world.config.grace_seconds)
     story.world.finish_work()
     assert slab_set not in story.world.sets
+
+
+def test_a_set_that_was_free_may_be_given_up_before_the_holds_end() -> None:
+    story = AdoptedStory("")
+    assert len(story.world.sets) == 1
+    story.kill()
+    story.engine.die(story.engine.scheduler)
+    story.pass_time(story.world.config.grace_seconds)
+    (slab_set,) = story.world.sets
+    story.world.run(ev.WithdrawSlabSet(slab_set))
+    story.world.finish_work()
+    assert slab_set not in story.world.sets
+    story.pass_time(hold_seconds(story.world))
+    assert story.world.manager.check_invariants() == []

@@ -69,6 +69,7 @@ class Keeper:
         self._file: InventoryFile | None = None
         self._inventory = Inventory(0, FORMAT_VERSION, 0)
         self._parked: set[str] = set()
+        self._kept_sets: set[int] = set()  # By their first slots.
         if parking is not None:
             self._take()
 
@@ -131,6 +132,7 @@ class Keeper:
             if before.table != TABLE:
                 self._unpark([before.table])
         self._parked |= known
+        self._kept_sets = {one.slot_first for one in self._inventory.sets}
         for name in [name for name in self._taken if name not in known]:
             self._unpark([name])
         while self._taken:
@@ -155,10 +157,9 @@ class Keeper:
 
     def keep_set(self, one: ParkedSet, fds: Sequence[int]) -> None:
         """When this returns the set, and its slabs, outlive us; a known one changes nothing."""
-        if self._file is None or any(
-            known.slot_first == one.slot_first for known in self._inventory.sets
-        ):
+        if self._file is None or one.slot_first in self._kept_sets:
             return
+        self._kept_sets.add(one.slot_first)
         for slab, fd in zip(one.slabs, fds, strict=True):
             self._park(slab.name, fd)
         inventory = self._inventory
@@ -170,6 +171,7 @@ class Keeper:
 
     def drop_set(self, slot_first: int) -> None:
         """The set is no more, for the next life too."""
+        self._kept_sets.discard(slot_first)
         gone = [one for one in self._inventory.sets if one.slot_first == slot_first]
         self._change(
             sets=tuple(one for one in self._inventory.sets if one.slot_first != slot_first)

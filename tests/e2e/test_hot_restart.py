@@ -145,6 +145,27 @@ def test_slots_that_an_engine_was_filling_are_nobody_elses_until_it_is_dead(
         check(daemon)
 
 
+@rare
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_slots_come_back_of_a_process_that_died_meanwhile_and_of_one_that_is_quiet(
+    holder: HolderProcess, engines: Engines, is_killed: bool
+) -> None:
+    with kept_daemon(holder, dram_bytes="16MiB") as daemon:
+        engine = engines.start(daemon.socket)
+        given = set(engine.ask("reserve", count=4)["slots"])
+        daemon.kill()
+        if is_killed:
+            engine.kill()
+        daemon.start()
+        other = engines.start(daemon.socket)
+        eventually(
+            lambda: given <= set(other.ask("fill", label="b", count=POOL_COUNT)["slots"]),
+            "the slots come back",
+            5.0,
+        )
+        check(daemon)
+
+
 def test_what_is_leased_by_an_engine_that_hangs_is_not_overwritten_until_its_deadline(
     holder: HolderProcess, engines: Engines
 ) -> None:

@@ -1,24 +1,34 @@
 #!/usr/bin/env bash
-# `make test`, which says by marks what is left to other gates: two halves at once. Tests of whole processes mostly wait; beside them, and giving way
-# to them, runs what computes. What the second half said is told when the first one is over.
+# `make test`, which says by marks what is left to other gates: two halves at once. Tests of whole
+# processes mostly wait; beside them, and giving way to them, runs what computes, and then what of
+# the first half would make it too long. What the second half said is told when the first is over.
 set -u
 
 python=${VENV:-.venv}/bin/python
 marks=$1
 waiting=(tests/crash tests/e2e)
+moved=(tests/e2e/monitoring tests/e2e/test_fresh_install.py)
+
+compute() {
+    nice "$python" -m pytest -p no:cacheprovider -m "$marks" tests "${waiting[@]/#/--ignore=}"
+    local computed=$?
+    nice "$python" -m pytest -p no:cacheprovider -m "$marks" "${moved[@]}" || return 1
+    return "$computed"
+}
 
 said=$(mktemp)
 trap 'rm -f "$said"' EXIT
 # So that pressing ctrl-C ends both.
-trap 'kill -INT "$computing" 2>/dev/null; wait; exit 130' INT TERM
+trap 'kill -INT -- "-$computing" 2>/dev/null; wait; exit 130' INT TERM
 
-nice "$python" -m pytest -p no:cacheprovider -m "$marks" tests \
-    "${waiting[@]/#/--ignore=}" >"$said" 2>&1 &
+set -m # A process group of its own, to be ended as a whole.
+compute >"$said" 2>&1 &
 computing=$!
+set +m
 
-"$python" -m pytest -m "$marks" "${waiting[@]}"
+"$python" -m pytest -m "$marks" "${waiting[@]}" "${moved[@]/#/--ignore=}"
 first=$?
-echo "--- beside it: everything but ${waiting[*]}"
+echo "--- beside it: everything but ${waiting[*]}, and ${moved[*]}"
 tail -f -n +1 --pid=$computing "$said"
 wait "$computing"
 second=$?

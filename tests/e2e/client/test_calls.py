@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import threading
@@ -137,8 +136,11 @@ def test_watch_says_that_events_were_lost_after_a_reconnect(
     events = client.watch(ready(client))
     assert next(events).WhichOneof("event") == "cleared"
     daemon.break_connections()
-    kinds = [event.WhichOneof("event") for event in itertools.islice(events, 2)]
-    assert kinds == ["lost", "cleared"]
+    kinds = [str(next(events).WhichOneof("event"))]
+    while kinds[-1] == "lost" and len(kinds) < 10:  # Again for each try to reconnect that fails.
+        kinds.append(str(next(events).WhichOneof("event")))
+    assert kinds[0] == "lost"
+    assert kinds[-1] == "cleared"
     client.close()
     assert list(events) == []
 

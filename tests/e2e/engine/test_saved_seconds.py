@@ -12,12 +12,13 @@ from kvtier.engine.connect import connected_engine
 from kvtier.engine.smollm2 import load_smollm2
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.engines import PATIENT, PATIENT_CLIENT
-from tests.support.forms import rounds, state_finding
+from tests.support.forms import is_torture, rounds, state_finding
 from tests.support.processes import eventually
 
 ONE_TOKEN = SamplingParams(tokens_max=1)
 TOKENS = 320
-DIFFERENCE_MAX = 0.2
+# Two rounds beside other tests tell a factor of two; thirty on their own tell a fifth.
+DIFFERENCE_MAX = 0.2 if is_torture() else 0.5
 
 
 def told(daemon: RunningDaemon) -> float:

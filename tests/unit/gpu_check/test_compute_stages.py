@@ -15,6 +15,7 @@ from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.fake_costs import FakeCosts
 from kvtier.cuda.fake_memory import FakeMemory
 from kvtier.cuda.runtime import Stream
+from kvtier.types import Worth
 from tests.support.fake_client import FakeClient, FakeLease
 from tests.unit.gpu_check.small_rig import DECODE_SECONDS, rig_of
 
@@ -194,10 +195,10 @@ def test_blocks_that_come_back_otherwise_fail_the_engine_stage(
 ) -> None:
     release = FakeClient.release
 
-    def spoil(self: FakeClient, leases: Sequence[FakeLease]) -> int:
+    def spoil(self: FakeClient, leases: Sequence[FakeLease], worth: Worth | None = None) -> int:
         for lease in leases:
             self.memory[0][lease.slots] ^= 1
-        return release(self, leases)
+        return release(self, leases, worth)
 
     monkeypatch.setattr(FakeClient, "release", spoil)
     findings = Findings()

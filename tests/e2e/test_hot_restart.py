@@ -84,6 +84,12 @@ def wait_mapped(engine: Engine) -> None:
     eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps slabs")
 
 
+def slab_addresses(engine: Engine) -> set[str]:
+    """Where the engine's process has mapped slabs."""
+    lines = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
+    return {line.split("-")[0] for line in lines if "kvtier-slab" in line}
+
+
 def check(daemon: RunningDaemon) -> None:
     with Client(daemon.socket, role=Role.TOOL) as client:
         assert client.wait_connected(10)
@@ -107,6 +113,7 @@ def test_blocks_outlive_the_daemon_and_an_engine_goes_on_with_them(
         engine = engines.start(daemon.socket)
         engine.ask("offload", label="a", count=COUNT)
         before = engine.ask("session")["session"]
+        mapped_at = slab_addresses(engine)
         ending(daemon)
         daemon.start()
         assert daemon.ready["generation"] == generation
@@ -116,6 +123,7 @@ def test_blocks_outlive_the_daemon_and_an_engine_goes_on_with_them(
         assert after[0] == before[0]
         assert after[1] > before[1]
         assert engine.ask("onboard", label="a", count=COUNT)["count"] == COUNT
+        assert slab_addresses(engine) == mapped_at, "slabs were mapped anew"
         assert engine.ask("offload", label="b", count=COUNT)["count"] == COUNT
         check(daemon)
 

@@ -19,7 +19,7 @@ from kvtier.client import Client
 from kvtier.pools.remote.files import prepare_root
 from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
-from tests.support.forms import rounds
+from tests.support.forms import rounds, state_finding
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, spec_of
 from tests.support.kv_subscriber import Subscriber
 from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
@@ -383,3 +383,4 @@ def test_engines_under_load_read_right_bytes_and_hit_what_was_ready(
         assert asked > 50
         assert hit >= 0.99 * asked
         check(daemon)
+        state_finding(f"{hit} of {asked} blocks hit; READY after {daemon.start_seconds:.2f} s")

@@ -74,6 +74,7 @@ class Adopter:
         keeper, former = self._keeper, self._keeper.former
         slabs: dict[str, int] = {}
         if former is not None:
+            keeper.begin_taking_over()
             inventory = former.inventory
             slabs = {
                 slab.name: fd
@@ -106,12 +107,14 @@ class Adopter:
         wanted = {one.fingerprint for one in inventory.sets}
         namespaces: dict[str, OpenedNamespace] = {}
         for facts in inventory.namespaces:
-            spec = NamespaceSpec(**json.loads(facts))
-            if spec.fingerprint().hex() in wanted:
-                try:
-                    namespaces[spec.fingerprint().hex()] = await self._base.namespaces.open(spec)
-                except KVTierError as error:  # Such as a slab size that is too small now.
-                    log.warning("namespace not taken over", extra={"reason": str(error)})
+            try:
+                spec = NamespaceSpec(**json.loads(facts))
+                fingerprint = spec.fingerprint().hex()
+                if fingerprint in wanted:
+                    namespaces[fingerprint] = await self._base.namespaces.open(spec)
+            except (KVTierError, TypeError, ValueError) as error:
+                # A slab size that is too small now, or a build that knows other facts.
+                log.warning("namespace not taken over", extra={"reason": str(error)})
         sessions = tuple(
             SessionId(one.session) for one in inventory.sessions if one.role != Role.SCHEDULER.name
         )

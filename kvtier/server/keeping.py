@@ -114,8 +114,8 @@ class Keeper:
             fd = self._file.fd
             self._try_to(lambda place: place.park(INVENTORY, fd))
         else:
-            self._file = InventoryFile(former.inventory_fd)
-            before = former.inventory
+            self.begin_taking_over()
+            before = self._inventory
             if before.table != TABLE:  # It was converted: the next life finds the new one.
                 self._park(TABLE, table_fd)
             known |= {slab.name for one in before.sets for slab in one.slabs}
@@ -125,7 +125,6 @@ class Keeper:
                 table=TABLE,
                 table_version=FORMAT_VERSION,
                 life=self.life,
-                tries=before.tries + 1,
                 hold_seconds=max(hold_seconds, before.hold_seconds),
             )
             self._write()
@@ -148,6 +147,14 @@ class Keeper:
         if self._parking is not None:
             self._parking.close()
             self._parking = None
+
+    def begin_taking_over(self) -> None:
+        """Before anything of the former life is believed: this counts as a try."""
+        if self.former is not None and self._file is None:
+            before = self.former.inventory
+            self._file = InventoryFile(self.former.inventory_fd)
+            self._inventory = replace(before, tries=before.tries + 1)
+            self._write()
 
     def end_taking_over(self) -> None:
         """All that could be taken over of the former life has been."""

@@ -204,6 +204,15 @@ def test_memory_whose_taking_over_ends_each_life_is_let_go_of(lives: Lives) -> N
     assert lives.found() is None
 
 
+def test_a_life_that_ends_before_it_has_begun_to_keep_counts_as_a_try(lives: Lives) -> None:
+    lives.begin().close()
+    for _ in range(TRIES_MAX):
+        keeper = lives.keeper()
+        keeper.begin_taking_over()
+        keeper.close()
+    assert lives.found() is None
+
+
 def test_a_taking_over_that_ended_counts_no_more(lives: Lives) -> None:
     lives.begin().close()
     for _ in range(2 * TRIES_MAX):

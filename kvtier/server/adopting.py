@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # Slots told of in one event: some hundred microseconds.
 FREE_SLICE_SLOTS = 65_536
+# After the holds have ended.
+SETTLED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Adopter:
         self._keeper = keeper
         self._epochs = epochs
         self._sets: list[_Set] = []
+        self._hold_seconds = 0.0  # Of the life before.
         self.block_count = 0
         base.namespaces.tell_opened(
             lambda opened: keeper.keep_namespace(opened.spec.canonical_json())
@@ -86,6 +89,7 @@ class Adopter:
         keeper.begin(self._pool.generation, self._pool.table.fd, hold_seconds)
         if former is None:
             return
+        self._hold_seconds = former.inventory.hold_seconds
         self._slabs.skip_slabs(former.inventory.slab_next)
         await self._adopt_sets(former.inventory, slabs)
         for fd in slabs.values():
@@ -213,7 +217,6 @@ class Adopter:
                     sequence_next=found.sequence_next,
                 )
             )
-        self._keeper.end_taking_over()
         log.info(
             "memory of the former life taken over",
             extra={
@@ -222,6 +225,9 @@ class Adopter:
                 "seconds": round(self._base.clock.now() - began_at, 3),
             },
         )
+        # Then the last of it is like all other memory: it has ended nobody.
+        await asyncio.sleep(self._hold_seconds + SETTLED_SECONDS)
+        self._keeper.end_taking_over()
 
     def _read(self) -> AdoptedSlots:
         """In a thread: nobody writes to entries of adopted slots before they are told of."""

@@ -152,6 +152,7 @@ class Daemon:
             gc.freeze()  # What exists now lives as long as we do: never traverse it again.
             await self._stop.wait()
             await self._drain()
+            parts.plan.keeper.end_taking_over()
             raise _Stopped
 
     async def close(self) -> None:

@@ -82,7 +82,7 @@ class Inventory:
     table: str = ""  # The name that the slot table is parked under.
     slab_next: int = 1
     session_next: int = 1
-    tries: int = 0  # Lives in a row that have begun to take it over and not ended with that.
+    tries: int = 0  # Lives in a row that took it over and ended soon after, out of order.
     life: int = 0  # How often this memory has been taken over.
     hold_seconds: float = 0.0  # How long a lease of this life runs at most.
     namespaces: tuple[str, ...] = ()  # Canonical JSON of their facts, in the order of their ids.

@@ -43,8 +43,8 @@ INVENTORY = "inventory"
 TABLE = f"slot-table-{FORMAT_VERSION}"
 # Numbers of sessions are written down so many ahead: not at each Greet.
 SESSIONS_AHEAD = 4096
-# Whatever it is that ends us while we take memory over, it must not do so for ever.
-TRIES_MAX = 3
+# Whatever it is about the memory taken over that ends us, it must not do so for ever.
+TRIES_MAX = 5
 LEASES_A_LIFE_BITS = 40
 
 
@@ -157,7 +157,7 @@ class Keeper:
             self._write()
 
     def end_taking_over(self) -> None:
-        """All that could be taken over of the former life has been."""
+        """What was taken over has ended nobody, or this life ends in order."""
         self._change(tries=0)
 
     # --------------------------------------------------------------------------------- keeping

@@ -194,6 +194,9 @@ class Adoption:
         slots = event.slots[start : start + len(hashes)]
         places = residency.tier.allocator.places_of(slots)
         void = self._are_void(event.namespace, places)
+        for one in self._ledger.sets_of(event.namespace):
+            if one.withdrawn:  # It is being emptied: nothing is to come into it.
+                void &= (slots < one.slot_first) | (slots >= one.slot_first + one.slot_count)
         kept = np.ones(len(hashes), dtype=np.bool_)
         rows = np.full(len(hashes), NOBODY, dtype=np.int32)
         parents = np.full(len(hashes), NOBODY, dtype=np.int32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from kvtier.core import adoption
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.types import NamespaceId
@@ -159,3 +161,21 @@ def test_a_set_that_was_free_may_be_given_up_before_the_holds_end() -> None:
     assert slab_set not in story.world.sets
     story.pass_time(hold_seconds(story.world))
     assert story.world.manager.check_invariants() == []
+
+
+def test_no_block_is_taken_in_to_a_set_that_is_withdrawn_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adoption, "ADOPTED_SLICE_BLOCKS", 1)
+    story = AdoptedStory("a")
+    for path in "xyz":
+        story.offload(path)
+    restart(story.world, [story.engine])
+    (slab_set,) = story.world.sets
+    story.world.start(ev.WithdrawSlabSet(slab_set))
+    story.world.finish_turns()
+    assert [story.matched(path) for path in "axyz"] == [0, 0, 0, 0]
+    story.engine.die(story.engine.scheduler)
+    story.pass_time(hold_seconds(story.world))
+    story.world.finish_work()
+    assert slab_set not in story.world.sets

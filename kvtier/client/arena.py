@@ -11,18 +11,20 @@ Invariants:
 
 After a reconnect the daemon offers its slabs anew. Where its memory outlives it, a slab whose file
 is still mapped is not mapped again, nor pinned: it is *kept*, for nobody to use, until it becomes
-one of the new session or is given up. Quiet about the old session waits for either.
+one of the new session or is given up. Quiet about the old session waits for either, and for the
+last view that was given out under it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +49,9 @@ class Slab:
     session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
     file: tuple[int, int]  # Device and inode: no other file has them while this one is mapped.
+    # What every view under this session is one of, so that it lives as long as they do. None while
+    # the slab is kept for another session.
+    array: Bytes | None
 
     def is_of(self, file: tuple[int, int], length_bytes: int) -> bool:
         """Whether this mapping shows the whole of that file's first bytes."""
@@ -74,10 +79,11 @@ class _Rows:
         self.slot_firsts = [slab.offer.slot_first for slab in ordered]
         self.slot_count = sum(slab.offer.slot_count for slab in ordered)
         self._rows = [
-            slab.mapping.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
+            slab.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
                 slab.offer.slot_count, slab.offer.slot_bytes
             )
             for slab in ordered
+            if slab.array is not None
         ]
 
     def row(self, slot: int) -> Bytes:
@@ -96,6 +102,7 @@ class ArenaTable:
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
         self._kept: dict[tuple[int, int], Slab] = {}  # Refused; of sessions that are lost.
+        self._lent: list[tuple[SessionRef, weakref.ref[Bytes]]] = []  # Of slabs kept since.
         self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
         self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
@@ -120,9 +127,14 @@ class ArenaTable:
         (`keeps`) for the next session."""
         with self._changed:
             if keeps:
-                self._kept |= self._slabs
+                self._lent += [
+                    (slab.session, weakref.ref(slab.array))
+                    for slab in self._slabs.values()
+                    if slab.array is not None
+                ]
+                self._kept |= {key: replace(one, array=None) for key, one in self._slabs.items()}
             else:
-                self._leaving += [*self._slabs.values(), *self._kept.values()]
+                self._leave(*self._slabs.values(), *self._kept.values())
                 self._kept.clear()
             self._slabs.clear()
             self._rows.clear()
@@ -131,7 +143,7 @@ class ArenaTable:
     def end_kept(self) -> None:
         """What was kept and has not been offered again is no more."""
         with self._changed:
-            self._leaving += self._kept.values()
+            self._leave(*self._kept.values())
             self._kept.clear()
             self._reap()
 
@@ -153,14 +165,14 @@ class ArenaTable:
                 raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
             kept = self._kept.pop(key, None)
             if kept is not None and kept.is_of(file, offer.slab_bytes):
-                slab = Slab(offer, session, kept.mapping, file)
+                mapping = kept.mapping
             else:
                 if kept is not None:
-                    self._leaving.append(kept)
-                slab = Slab(offer, session, Mapping(fd, offer.slab_bytes), file)
+                    self._leave(kept)
+                mapping = Mapping(fd, offer.slab_bytes)
                 if self._pins is not None:
-                    self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
-            self._slabs[key] = slab
+                    self._pins.add(mapping.address, mapping.length_bytes)
+            self._slabs[key] = Slab(offer, session, mapping, file, mapping.array)
             self._rebuild(offer.namespace_id, offer.shard)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
@@ -168,7 +180,7 @@ class ArenaTable:
         with self._changed:
             slab = self._slabs.pop((shard, slab_id), None)
             if slab is not None:
-                self._leaving.append(slab)
+                self._leave(slab)
                 self._rebuild(slab.offer.namespace_id, shard)
 
     def take_unmapped(self, session: SessionRef) -> list[pb.SlabOffered]:
@@ -200,9 +212,18 @@ class ArenaTable:
                 self._changed.wait(LEAVING_POLL_SECONDS)
             return not self._is_touched(session)
 
+    def _leave(self, *slabs: Slab) -> None:
+        """Nobody gets a view of them any more; those that there are keep their pages."""
+        self._leaving += [replace(slab, array=None) for slab in slabs]
+
     def _is_touched(self, session: SessionRef) -> bool:
         slabs = [*self._slabs.values(), *self._kept.values(), *self._leaving]
-        return self._held[session] > 0 or any(slab.session == session for slab in slabs)
+        self._lent = [one for one in self._lent if one[1]() is not None]
+        return (
+            self._held[session] > 0
+            or any(slab.session == session for slab in slabs)
+            or any(lent_to == session for lent_to, _ in self._lent)
+        )
 
     def _reap(self) -> None:
         """Unmap what nobody holds a view of, and no device."""

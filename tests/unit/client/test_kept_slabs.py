@@ -139,6 +139,41 @@ def test_quiet_about_the_lost_session_waits_for_a_copy_in_a_slab_that_is_ours_ag
     assert client.table.wait_quiet(OLD, 0.01)
 
 
+@pytest.mark.parametrize("is_offered_first", [True, False])
+def test_quiet_about_the_lost_session_waits_for_the_last_view_under_it(
+    client: Client, is_offered_first: bool
+) -> None:
+    """Somebody writes through a view without a hold, and was interrupted."""
+    fd = client.file()
+    client.offer(fd, OLD)
+    view: np.ndarray | None = client.arena.view(3, OLD)[:100].view(np.uint32)
+    client.lose()
+    assert not client.table.wait_quiet(OLD, 0.01)
+    if is_offered_first:
+        client.offer(fd, NEW)
+        mine = client.arena.view(3, NEW)
+        assert not client.table.wait_quiet(OLD, 0.01)
+        view = None
+        assert client.table.wait_quiet(OLD, 0.01)
+        mine[:] = 1
+    else:
+        view = None
+        client.offer(fd, NEW)
+        assert client.table.wait_quiet(OLD, 0.01)
+    assert view is None
+
+
+def test_a_withdrawn_slab_is_unmapped_after_its_last_view(client: Client) -> None:
+    client.offer(client.file(), OLD)
+    view: np.ndarray | None = client.arena.view(3, OLD)
+    client.table.withdraw(0, 1)
+    assert client.table.take_unmapped(OLD) == []
+    assert view is not None
+    view = None
+    assert [offer.slab_id for offer in client.table.take_unmapped(OLD)] == [1]
+    assert not client.table.is_leaving
+
+
 def test_another_generation_and_an_end_keep_nothing(client: Client) -> None:
     client.offer(client.file(), OLD)
     client.lose()
@@ -149,6 +184,7 @@ def test_another_generation_and_an_end_keep_nothing(client: Client) -> None:
     client.offer(client.file(), later)
     client.lose(later, keeps=False)
     assert client.pins.given_up == client.pins.added
+    assert not client.table.is_leaving, "the pages are still there"
 
 
 def test_a_slab_kept_over_two_lost_sessions_is_known_still(client: Client) -> None:

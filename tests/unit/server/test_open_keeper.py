@@ -56,5 +56,5 @@ def test_what_was_handed_over_and_nobody_wants_is_closed() -> None:
 
 
 def test_a_holder_without_its_path_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="restart.holder"):
+    with pytest.raises(ConfigError, match=r"restart\.holder"):
         config.load(None, {"restart.keep": "holder"})

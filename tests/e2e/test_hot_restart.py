@@ -81,7 +81,13 @@ def wait_matched(daemon: RunningDaemon, label: str, count: int = COUNT) -> None:
 
 
 def wait_mapped(engine: Engine) -> None:
-    eventually(lambda: engine.ask("session")["mapped"] > 0, "the engine maps slabs")
+    """And its calls pass again."""
+
+    def is_back() -> bool:
+        found = engine.ask("session")
+        return found["session"] is not None and found["mapped"] > 0
+
+    eventually(is_back, "the engine maps slabs")
 
 
 def slab_addresses(engine: Engine) -> set[str]:

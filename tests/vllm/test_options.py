@@ -10,11 +10,8 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from kvtier.connector.vllm.options import parse_options
-from kvtier.connector.vllm.refusals import (
-    Unsupported,
-    check_supported,
-    warn_of_failing_loads,
-)
+from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.errors import ConfigError
 from tests.vllm.engines import transfer_config, vllm_engine
 
@@ -69,6 +66,10 @@ class RSWASpec(FullAttentionSpec):
     pass
 
 
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
 def config(**changes: Any) -> SimpleNamespace:
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | {
         name: value for name, value in changes.items() if name.endswith("_size")
@@ -76,7 +77,10 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(enable_sleep_mode=changes.get("sleep", False)),
-        cache_config=SimpleNamespace(calculate_kv_scales=changes.get("scales", False)),
+        cache_config=SimpleNamespace(
+            calculate_kv_scales=changes.get("scales", False),
+            enable_prefix_caching=changes.get("caching", True),
+        ),
     )
 
 
@@ -86,6 +90,9 @@ def caches(*specs: Any) -> SimpleNamespace:
     )
 
 
+HYBRID = caches(FullAttentionSpec(), SlidingWindowSpec())
+
+
 @pytest.mark.parametrize(
     ("vllm_config", "kv_cache_config", "words"),
     [
@@ -93,9 +100,12 @@ def caches(*specs: Any) -> SimpleNamespace:
         (config(decode_context_parallel_size=2), caches(FullAttentionSpec()), "context"),
         (config(sleep=True), caches(FullAttentionSpec()), "--enable-sleep-mode"),
         (config(scales=True), caches(FullAttentionSpec()), "--calculate-kv-scales"),
-        (config(), caches(FullAttentionSpec(), SlidingWindowSpec()), "2 KV cache groups"),
-        (config(), caches(SlidingWindowSpec()), "SlidingWindowSpec"),
+        (config(tensor_parallel_size=2), HYBRID, "several ranks"),
+        (config(pipeline_parallel_size=2), HYBRID, "several ranks"),
+        (config(caching=False), HYBRID, "prefix caching"),
+        (config(), caches(FullAttentionSpec(), MambaSpec()), "MambaSpec"),
         (config(), caches(RSWASpec()), "RSWASpec"),
+        (config(), caches(), "without KV cache groups"),
         (config(), None, "0.28 or newer"),
     ],
 )
@@ -111,6 +121,11 @@ def test_what_is_not_supported_is_refused_in_one_line(
 @pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}])
 def test_one_group_of_full_attention_is_supported_on_any_ranks(ranks: dict[str, int]) -> None:
     check_supported(config(**ranks), caches(FullAttentionSpec()))
+
+
+def test_windows_beside_full_attention_are_supported_and_windows_alone() -> None:
+    check_supported(config(), HYBRID)
+    check_supported(config(), caches(SlidingWindowSpec()))
 
 
 def test_engine_on_several_nodes_is_refused() -> None:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
 from kvtier.connector.vllm.grouped_side import GroupedSide
 from kvtier.connector.vllm.grouped_worker import GroupedWorkerSide
-from kvtier.connector.vllm.groups import check_grouped, is_grouped
+from kvtier.connector.vllm.groups import is_grouped
 from kvtier.connector.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connector.vllm.options import parse_options
 from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
@@ -38,9 +38,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
         grouped = is_grouped(kv_cache_config)
-        if grouped:
-            has_failed_loads = hasattr(KVConnectorBase_V1, "get_transfer_results")
-            check_grouped(vllm_config, kv_cache_config, has_failed_loads)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:

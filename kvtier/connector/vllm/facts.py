@@ -20,7 +20,7 @@ import torch
 from kvtier.connector.vllm.geometry import BlockGeometry
 from kvtier.connector.vllm.groups import GroupForm
 from kvtier.connector.vllm.options import PREFIX, Options
-from kvtier.connector.vllm.refusals import layer_specs
+from kvtier.connector.vllm.unsupported import layer_specs
 from kvtier.connector.vllm.weights import files_digest, weight_files
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
 

@@ -14,9 +14,10 @@ from math import gcd
 from typing import Any
 
 from kvtier.connector.grouped_call import Hit
-from kvtier.connector.vllm.refusals import Unsupported, layer_specs
+from kvtier.connector.vllm.unsupported import layer_specs, refuse
 
-# By the name of the class, as in refusals.py. A chain's blocks stay until their request ends; of
+# By the name of the class: subclasses are not taken on trust, as some free or move blocks while a
+# request runs. A chain's blocks stay until their request ends; of
 # the others vLLM gives up what lies before the window while the request goes on.
 _CHAINED = ("FullAttentionSpec", "MLAAttentionSpec")
 _UNCHAINED = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
@@ -36,6 +37,8 @@ class GroupForm:
 def group_forms(kv_cache_config: Any) -> tuple[GroupForm, ...]:
     """Raises Unsupported for kinds of layers that are not known."""
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        refuse("a model without KV cache groups has nothing to keep", "run it alone")
     return tuple(_form_of(number, len(groups), group) for number, group in enumerate(groups))
 
 
@@ -51,15 +54,17 @@ def hash_tokens_of(kv_cache_config: Any) -> int:
     return int(told or gcd(*(form.block_tokens for form in group_forms(kv_cache_config))))
 
 
-def check_grouped(vllm_config: Any, kv_cache_config: Any, has_failed_loads: bool) -> None:
-    """Raises Unsupported; `has_failed_loads`: whether this vLLM can be told of one by request."""
+def check_grouped(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises Unsupported."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        _refuse("several ranks are not supported for hybrid models yet", "use one GPU an engine")
-    if not has_failed_loads:
-        _refuse("hybrid models need a newer vLLM", "use vLLM 0.30 or newer")
+        refuse("several ranks are not supported for hybrid models yet", "use one GPU an engine")
+    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):  # By which failed loads are told.
+        refuse("hybrid models need a newer vLLM", "use vLLM 0.30 or newer")
     if not vllm_config.cache_config.enable_prefix_caching:
-        _refuse("hybrid models need vLLM's prefix caching", "switch it on")
+        refuse("hybrid models need vLLM's prefix caching", "switch it on")
     unit = hash_tokens_of(kv_cache_config)
     for form, group in zip(
         group_forms(kv_cache_config), kv_cache_config.kv_cache_groups, strict=True
@@ -68,7 +73,7 @@ def check_grouped(vllm_config: Any, kv_cache_config: Any, has_failed_loads: bool
             group, "host_resident", False
         )
         if not is_plain or form.block_tokens % unit:
-            _refuse(f"KV cache group {form.name} is not supported", "use another model")
+            refuse(f"KV cache group {form.name} is not supported", "use another model")
 
 
 class OwnHits:
@@ -121,13 +126,13 @@ def _form_of(number: int, count: int, group: Any) -> GroupForm:
     kinds = sorted({type(spec).__name__ for spec in specs})
     for kind in kinds:
         if kind not in _CHAINED + _UNCHAINED:
-            _refuse(
+            refuse(
                 f"layers of kind {kind} are not supported yet",
                 "try --disable-hybrid-kv-cache-manager",
             )
     chained = set(kinds) <= set(_CHAINED)
     if not chained and len(kinds) > 1:
-        _refuse(f"a KV cache group of {' and '.join(kinds)} is not supported", "use another model")
+        refuse(f"a KV cache group of {' and '.join(kinds)} is not supported", "use another model")
     windows = {
         getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
         for spec in specs
@@ -140,7 +145,3 @@ def _form_of(number: int, count: int, group: Any) -> GroupForm:
         int(group.kv_cache_spec.block_size),
         chained,
     )
-
-
-def _refuse(what: str, advice: str) -> None:
-    raise Unsupported(f"kvtier: {what}; {advice}, or without kvtier")

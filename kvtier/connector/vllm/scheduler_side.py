@@ -27,8 +27,8 @@ from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.plain import tokens_of
 from kvtier.connector.vllm.ranks import Reports, of_all_ranks, rank_count_of
-from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.connector.vllm.reuse import ReuseWatch
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
 from kvtier.types import Role, TierName
 

@@ -22,7 +22,7 @@ from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
 from kvtier.connector.vllm.identity import engine_id_of, machine_id
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.ranks import place_of_this_rank
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.connector.worker import WorkerConnector
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import Role

@@ -23,8 +23,9 @@ from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
 from kvtier.core.listing import Listing, list_rows
 from kvtier.core.locating import Locator
+from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.promotions import Promotions
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger

@@ -7,49 +7,26 @@ block leaves the index before its slot is freed, and enters it after its slot is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
+from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.runs import Run
 from kvtier.core.slices import CommittedSlice, LeasedSlice, Lost
 from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
-from kvtier.layout import SlotLayout
 from kvtier.policy.eviction import Evictable, EvictionPolicy
 from kvtier.types import (
     BlockHash,
     CommitOutcome,
     Cut,
-    NamespaceId,
     PrefixMatch,
     Presence,
     SlabSetId,
     TierName,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceFacts:
-    namespace: NamespaceId
-    hash_bytes: int
-    slot_bytes: int
-    shard_count: int
-    shard_bytes: int = 0
-    fingerprint: bytes = b""
-    chained: bool = True  # False: every block is there or not by itself.
-
-    @property
-    def layout(self) -> SlotLayout:
-        """How a block of it lies in the pool of a tier below memory."""
-        return SlotLayout(self.shard_bytes, self.shard_count)
-
-    @property
-    def block_bytes(self) -> int:
-        """What one block takes of the pool, padding included."""
-        return self.slot_bytes * self.shard_count
 
 
 class Residency:

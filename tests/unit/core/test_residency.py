@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.namespace_facts import NamespaceFacts
+from kvtier.core.residency import Residency
 from kvtier.core.slices import CommittedSlice
 from kvtier.policy.lru import LruPolicy
 from kvtier.types import (

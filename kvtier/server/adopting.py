@@ -233,7 +233,7 @@ class Adopter:
         """In a thread: nobody writes to entries of adopted slots before they are told of."""
         ranges = [one.slots for one in self._sets]
         epochs = self._epochs.current_epochs()
-        return adopted_slots(self._pool.table_bytes(), self._pool.generation, epochs, ranges)
+        return adopted_slots(self._pool.table_ranges(ranges), self._pool.generation, epochs, ranges)
 
     def _tell_reserved(self, found: AdoptedSlots) -> None:
         former = self._keeper.former

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from kvtier.client import Client
+from kvtier.client import Client, ClientSettings
 from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.known_blocks import chain_hashes, spec_of
@@ -20,6 +20,7 @@ from tests.support.processes import Engine, eventually
 # Waits of a test, not of a machine: leases of the former life end after a second.
 OPTIONS = {"lease.seconds_max": "1", "lease.margin_seconds": "0.2", "lease.grace_seconds": "0.1"}
 COUNT = 8
+PATIENT = ClientSettings(timeout_seconds=10.0, admin_timeout_seconds=30.0)
 TAKEN_OVER = "memory of the former life taken over"
 
 
@@ -58,7 +59,7 @@ def matched(client: Client, label: str) -> int:
 
 def wait_matched(daemon: RunningDaemon, label: str, count: int = COUNT) -> None:
     """They are taken in after READY."""
-    with Client(daemon.socket, role=Role.TOOL) as client:
+    with Client(daemon.socket, role=Role.TOOL, settings=PATIENT) as client:
         eventually(lambda: matched(client, label) == count, f"{count} blocks of {label}")
 
 
@@ -73,7 +74,7 @@ def wait_mapped(engine: Engine) -> None:
 
 
 def check(daemon: RunningDaemon) -> None:
-    with Client(daemon.socket, role=Role.TOOL) as client:
+    with Client(daemon.socket, role=Role.TOOL, settings=PATIENT) as client:
         assert client.wait_connected(10)
         assert list(client.check().violations) == []
 

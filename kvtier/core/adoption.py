@@ -2,8 +2,9 @@
 
 Leases of that life are not known any more, and whoever holds one may read until its deadline; so
 every slot of an adopted set is *held* from the first moment on, and only what is known to be unused
-is let go of. At `until`, when the last such lease must have ended, the holds end. Until then an
-adopted block can be leased and copied down like any other, but its slot is given to nobody.
+is let go of. At `until`, when the last such lease must have ended, the holds end, but not before
+all has been read: a slow machine would forget what it has not come to. Until then an adopted block
+can be leased and copied down like any other, but its slot is given to nobody.
 
 Slots that an engine was filling belong to the session that was; they come back when its quarantine
 ends, like those of a session that was lost a moment ago.
@@ -51,6 +52,7 @@ class Adoption:
         self._shares = shares
         self._engines = engines
         self._until: dict[SlabSetId, float] = {}
+        self._is_reading = False
         self._heirs: dict[SessionId, SessionId] = {}
         self._held: dict[NamespaceId, Mask] = {}  # By place.
 
@@ -60,6 +62,7 @@ class Adoption:
             ev.BlocksAdopted: self._on_blocks,
             ev.ReservedAdopted: self._on_reserved,
             ev.FreeAdopted: self._on_free,
+            ev.AdoptionEnded: self._on_ended,
         }
 
     def heir(self, session: SessionId) -> SessionId | None:
@@ -69,11 +72,11 @@ class Adoption:
         return None if following is None else self._quarantined(following)
 
     def next_deadline(self) -> float | None:
-        return min(self._until.values(), default=None)
+        return None if self._is_reading else min(self._until.values(), default=None)
 
     def is_due(self, now: float) -> bool:
         """Whether `expire_one` has something to do."""
-        return any(until <= now for until in self._until.values())
+        return not self._is_reading and any(until <= now for until in self._until.values())
 
     def expire_one(self, now: float) -> None:
         """No lease of the former life is running any more: the slots of one set, which is a slice
@@ -125,6 +128,7 @@ class Adoption:
         held[places] = True
         self._held[event.namespace] = held
         self._until[one.slab_set] = event.until
+        self._is_reading = True
         self._shares.forget_mappings()
         return [
             ins.BindSlabs(event.namespace, one.slab_set, one.slabs, one.slot_first, one.slot_count)
@@ -170,6 +174,10 @@ class Adoption:
     def _on_free(self, event: ev.FreeAdopted, now: float) -> list[ins.Instruction]:
         self._let_go(event.namespace, self._void_places(event.namespace, event.slots))
         return [*self._shares.drop_idle_sets(), ins.WriteGone(event.namespace, event.slots)]
+
+    def _on_ended(self, event: ev.AdoptionEnded, now: float) -> list[ins.Instruction]:
+        self._is_reading = False
+        return []
 
     # --------------------------------------------------------------------------------- helpers
 

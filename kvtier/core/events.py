@@ -313,6 +313,11 @@ class FreeAdopted:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptionEnded:
+    """All that the slot table says of adopted slots has been told."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRecovered:
     """What a tier's pool held of this namespace when it was opened; parents before children.
 
@@ -451,6 +456,7 @@ Event = (
     | BlocksAdopted
     | ReservedAdopted
     | FreeAdopted
+    | AdoptionEnded
     | BlocksRecovered
     | BlocksFound
     | LowerChanged

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.events import BlocksAdopted, FreeAdopted, ReservedAdopted, SlabsAdopted
+from kvtier.core.events import (
+    AdoptionEnded,
+    BlocksAdopted,
+    FreeAdopted,
+    ReservedAdopted,
+    SlabsAdopted,
+)
 from kvtier.errors import BadRequest, KVTierError
 from kvtier.namespace import NamespaceSpec
 from kvtier.pools.adopted import AdoptedSlots, adopted_slots
@@ -217,6 +223,7 @@ class Adopter:
                     sequence_next=found.sequence_next,
                 )
             )
+        self._core.post(AdoptionEnded())
         log.info(
             "memory of the former life taken over",
             extra={

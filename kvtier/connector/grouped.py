@@ -77,14 +77,15 @@ class GroupedConnector:
         request_id: str,
         hashes: Sequence[bytes],
         token_limit: int,
-        tokens_of: TokensOf | None = None,
+        tokens_of: Sequence[TokensOf | None] = (),
     ) -> None:
         """A request arrived; `hashes` is the engine's list, which grows. At most `token_limit`
-        tokens of it may be onboarded."""
+        tokens of it may be onboarded. `tokens_of`: by group, see SchedulerConnector."""
         self._onboarder.begin(request_id, hashes, token_limit)
         for number, core in enumerate(self.cores):
             if core.spec.chained:
-                core.on_new_request(_key(number, request_id), (), tokens_of)
+                described = tokens_of[number] if tokens_of else None
+                core.on_new_request(_key(number, request_id), (), described)
 
     @hook(without=lambda *_, **__: 0)
     def get_onboard_tokens(

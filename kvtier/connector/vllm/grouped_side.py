@@ -101,7 +101,7 @@ class GroupedSide(SchedulerSide):
         tracked = GroupedTracked(request, hashes, may_onboard, may_offload, request.num_preemptions)
         tracked.forget_blocks(len(self._forms))
         self._requests[request.request_id] = tracked
-        described = tokens_of(request, self._forms[0].block_tokens)
+        described = [tokens_of(request, form.block_tokens) for form in self._forms]
         limit = request.num_tokens - 1
         core.on_new_request(request.request_id, hashes, limit, described)
 
@@ -158,7 +158,7 @@ class GroupedSide(SchedulerSide):
         if core is None or not isinstance(tracked, GroupedTracked):
             return
         self._note_preemption(self._alike, tracked)
-        if tracked.has_run and tables:
+        if tracked.has_run and len(tables) == len(self._forms):  # None where it ended by an error.
             tables = [[block or -1 for block in table] for table in tables]
             self._tell_full(core, tracked, request.num_computed_tokens, tables)
         held = core.request_finished(request.request_id)

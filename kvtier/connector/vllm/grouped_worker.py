@@ -39,7 +39,8 @@ class GroupedWorkerSide(WorkerSide):
         self._open_loads: dict[str, set[int]] = {}  # Jobs that have not ended, by request.
         self._bad_loads: set[str] = set()  # Of these, some job has failed.
         self._failed: set[str] = set()
-        self._behind: list[StepPlan] = []  # Offloads of the step that is being computed.
+        # By group, the offloads of the step that is being computed.
+        self._behind: tuple[StepPlan, ...] = ()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         specs, workers, clients = [], [], []
@@ -87,7 +88,7 @@ class GroupedWorkerSide(WorkerSide):
         """Queue the step's loads; its offloads wait for `start_behind`."""
         for plan in self._behind:  # vLLM went on without a word; their blocks may be others' now.
             self._results += [_withdrawn(job) for job in plan.offloads]
-        self._behind = [plan for plan in order.group_plans if plan.offloads]
+        self._behind = order.group_plans
         for load in order.unstarted:
             self._received.add(load.request_id)
             self._failed.add(load.request_id)
@@ -100,10 +101,10 @@ class GroupedWorkerSide(WorkerSide):
                 worker.start(StepPlan(plan.spec, plan.onboards))
 
     def start_behind(self) -> None:
-        behind, self._behind = self._behind, []
-        for plan in behind:
-            number = next(i for i, one in enumerate(self._workers) if one.spec == plan.spec)
-            self._workers[number].start(StepPlan(plan.spec, (), plan.offloads))
+        behind, self._behind = self._behind, ()
+        for worker, plan in zip(self._workers, behind, strict=False):
+            if plan.offloads:
+                worker.start(StepPlan(plan.spec, (), plan.offloads))
 
     def take_received(self) -> set[str]:
         for worker in self._workers:

@@ -66,6 +66,14 @@ class SlabMapped:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentsMapped:
+    """A worker process has mapped these segments of the tier whose slots may be leased."""
+
+    session: SessionId
+    segments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SlabUnmapped:
     session: SessionId
     slab: SlabId
@@ -254,6 +262,7 @@ class LowerOpened:
     lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
     is_writable: bool = True
     tier: TierName = TierName.NVME
+    is_direct: bool = False  # Engines may be leased its slots as they are.
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +435,7 @@ Event = (
     | SlabPopulated
     | SlabMapped
     | SlabUnmapped
+    | SegmentsMapped
     | Clear
     | SessionOpened
     | NamespaceJoined

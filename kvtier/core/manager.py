@@ -79,6 +79,7 @@ class BlockManager:
             ev.SlabPopulated: self._shares.on_slab_populated,
             ev.SlabMapped: self._shares.on_slab_mapped,
             ev.SlabUnmapped: self._shares.on_slab_unmapped,
+            ev.SegmentsMapped: self._granting.direct.on_segments_mapped,
             ev.Clear: self._on_clear,
             ev.SessionOpened: self._on_session_opened,
             ev.NamespaceJoined: self._shares.on_namespace_joined,
@@ -184,6 +185,7 @@ class BlockManager:
             *self._ladder.check_invariants(),
             *self._promotions.check_invariants(),
             *self._adoption.check_invariants(),
+            *self._granting.check_invariants(),
         ]
 
     # -------------------------------------------------------------------- namespaces, sessions

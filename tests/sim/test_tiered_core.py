@@ -19,11 +19,16 @@ from tests.sim.load_simulation import (
     LoadSimulation,
 )
 from tests.sim.simulation import SLOT_BYTES
-from tests.sim.tiered_simulation import TieredSimulation, TwoRungsSimulation
+from tests.sim.tiered_simulation import (
+    DirectSimulation,
+    TieredSimulation,
+    TwoRungsSimulation,
+)
 from tests.support.forms import is_torture, rounds, sim_seeds
 
 SEEDS = range(1000) if is_torture() else range(2)
 TWO_RUNGS_SEEDS = range(1000) if is_torture() else range(2)
+DIRECT_SEEDS = range(1000) if is_torture() else range(1)
 LOAD_SECONDS = rounds(short=40, full=600)
 NAMESPACE_COUNT = 3
 
@@ -45,6 +50,19 @@ def test_right_bytes_or_a_miss_from_two_tiers_below_memory(seed: int) -> None:
     try:
         hits = TwoRungsSimulation(seed).run()
         assert min(hits.from_tier[tier] for tier in TwoRungsSimulation.config.lower) > 0, hits
+    except Exception as error:
+        raise AssertionError(f"replay this with: make sim SEED={seed}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.full_form
+@pytest.mark.parametrize("seed", sim_seeds(DIRECT_SEEDS))
+def test_right_bytes_or_a_miss_where_engines_read_a_tier_themselves(seed: int) -> None:
+    try:
+        simulation = DirectSimulation(seed)
+        simulation.run()
+        assert simulation.hits.from_tier[TierName.CXL] > 0
+        assert simulation.direct_count > 0, "nothing was leased where it lies"
     except Exception as error:
         raise AssertionError(f"replay this with: make sim SEED={seed}") from error
 

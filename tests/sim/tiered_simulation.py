@@ -17,6 +17,7 @@ from kvtier.core.settings import LowerSettings, ManagerConfig
 from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.sim.simulation import CONFIG, ONE_SHARD, RIVAL, SLOT_BYTES, TWO_SHARDS, Simulation
 from tests.support.fake_disk import FakeDisk
+from tests.support.fake_engine import FakeEngine
 from tests.support.fake_mover import Transfer
 from tests.support.lower_shell import LowerShell, readable_count
 
@@ -226,6 +227,30 @@ class TwoRungsSimulation(TieredSimulation):
             segment_bytes=8 * SLOT_BYTES, segment_count=10, row_count_max=8, is_volatile=True
         )
         return {TierName.CXL: cxl, **super().make_disks()}
+
+
+class DirectSimulation(TwoRungsSimulation):
+    """Engines map the faster tier, a part of it at a time, and are leased what lies there."""
+
+    def make_disks(self) -> dict[TierName, FakeDisk]:
+        disks = super().make_disks()
+        disks[TierName.CXL].is_direct = True
+        return disks
+
+    def start_daemon(self) -> None:
+        super().start_daemon()
+        for engine in self.engines:
+            self.later(1.0, lambda engine=engine: self._map(engine))
+
+    def _map(self, engine: FakeEngine) -> None:
+        if engine in self.engines:
+            for process in engine.processes:
+                engine.map_segments(process, self.chance.choice((4, 8, 10)))
+            self.later(1.0, lambda: self._map(engine))
+
+    @property
+    def direct_count(self) -> int:
+        return sum(engine.tally.direct_count for engine in self.engines)
 
 
 def _move(shell: LowerShell, one: Transfer, member: int) -> None:

@@ -38,10 +38,16 @@ class LadderStory(TieredStory):
     """A story with a CXL pool above the NVMe pool."""
 
     def __init__(
-        self, config: ManagerConfig = TWO_RUNGS, *, cxl_count: int = 8, nvme_count: int = 8
+        self,
+        config: ManagerConfig = TWO_RUNGS,
+        *,
+        cxl_count: int = 8,
+        nvme_count: int = 8,
+        is_direct: bool = False,
     ) -> None:
         super().__init__(config, segment_count=nvme_count)
         self.disks = {CXL: FakeDisk(4 * SLOT_BYTES, cxl_count, row_count_max=4), NVME: self.disk}
+        self.disks[CXL].is_direct = is_direct
         self.world.open_lower(CXL, self.disks[CXL])
 
     @property

@@ -1,4 +1,7 @@
-"""The slabs this process has mapped, and who may still touch them.
+"""The slabs and segments this process has mapped, and who may still touch them.
+
+A segment belongs to no namespace and can only be read. Its slots have numbers of their own, from
+`DIRECT_SLOTS` on: whoever copies from slots of a lease sees no difference.
 
 Invariants:
   (0) A view is given out only for a slot of a slab that is mapped under our current session, not
@@ -27,7 +30,8 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.client.forks import check_not_forked
-from kvtier.client.values import Namespace, SessionRef, Slots
+from kvtier.client.segments import check_segment, file_length
+from kvtier.client.values import DIRECT_SLOTS, Namespace, SessionRef, Slots
 from kvtier.errors import BadFrame, StaleSlot
 from kvtier.memory import Bytes, Mapping
 from kvtier.v1 import kvtier_pb2 as pb
@@ -38,9 +42,9 @@ LEAVING_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """One mapped slab."""
+    """One mapped slab, or segment."""
 
-    offer: pb.SlabOffered
+    offer: pb.SlabOffered | pb.SegmentOffered
     session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
 
@@ -61,15 +65,15 @@ class SlabPins(Protocol):
 class _Rows:
     """The usable slabs of one namespace and shard, in slot order; replaced, never changed."""
 
-    def __init__(self, slabs: Sequence[Slab]) -> None:
-        ordered = sorted(slabs, key=lambda slab: slab.offer.slot_first)
-        self.slot_firsts = [slab.offer.slot_first for slab in ordered]
-        self.slot_count = sum(slab.offer.slot_count for slab in ordered)
+    def __init__(self, slabs: Sequence[tuple[pb.SlabOffered, Mapping]]) -> None:
+        ordered = sorted(slabs, key=lambda one: one[0].slot_first)
+        self.slot_firsts = [offer.slot_first for offer, _ in ordered]
+        self.slot_count = sum(offer.slot_count for offer, _ in ordered)
         self._rows = [
-            slab.mapping.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
-                slab.offer.slot_count, slab.offer.slot_bytes
+            mapping.array[: offer.slot_count * offer.slot_bytes].reshape(
+                offer.slot_count, offer.slot_bytes
             )
-            for slab in ordered
+            for offer, mapping in ordered
         ]
 
     def row(self, slot: int) -> Bytes:
@@ -87,6 +91,7 @@ class ArenaTable:
         self._changed = threading.Condition()
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
+        self._segments: dict[int, Slab] = {}  # Likewise.
         self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
         self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
@@ -109,8 +114,9 @@ class ArenaTable:
     def void_all(self) -> None:
         """Our session is lost or ends: refuse every slab; pages go with their last view."""
         with self._changed:
-            self._leaving += self._slabs.values()
+            self._leaving += [*self._slabs.values(), *self._segments.values()]
             self._slabs.clear()
+            self._segments.clear()
             self._rows.clear()
             self._reap()
 
@@ -127,19 +133,33 @@ class ArenaTable:
                 self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
             self._rebuild(offer.namespace_id, offer.shard)
 
+    def add_segment(self, offer: pb.SegmentOffered, fd: int, session: SessionRef) -> None:
+        """Map an offered segment, to be read; the fd stays the caller's. Raises BadFrame, OSError,
+        the latter also where a device would have to pin it."""
+        check_segment(offer, file_length(fd))
+        with self._changed:
+            if offer.segment in self._segments:
+                raise BadFrame(f"segment {offer.segment} was offered twice")
+            if self._pins is not None:
+                raise OSError("memory of this tier is not pinned for devices")
+            mapping = Mapping(fd, offer.length, offer.offset, writable=False)
+            self._segments[offer.segment] = Slab(offer, session, mapping)
+
     def withdraw(self, shard: int, slab_id: int) -> None:
         """Refuse the slab from now on; `take_unmapped` says when its pages are given up."""
         with self._changed:
             slab = self._slabs.pop((shard, slab_id), None)
             if slab is not None:
                 self._leaving.append(slab)
+                assert isinstance(slab.offer, pb.SlabOffered)
                 self._rebuild(slab.offer.namespace_id, shard)
 
     def take_unmapped(self, session: SessionRef) -> list[pb.SlabOffered]:
         """Slabs of our session that were withdrawn and are unmapped now; each is told once."""
         with self._changed:
             self._reap()
-            gone = [slab.offer for slab in self._unmapped if slab.session == session]
+            offers = [slab.offer for slab in self._unmapped if slab.session == session]
+            gone = [one for one in offers if isinstance(one, pb.SlabOffered)]
             self._unmapped.clear()
             return gone
 
@@ -165,7 +185,7 @@ class ArenaTable:
             return not self._is_touched(session)
 
     def _is_touched(self, session: SessionRef) -> bool:
-        slabs = [*self._slabs.values(), *self._leaving]
+        slabs = [*self._slabs.values(), *self._segments.values(), *self._leaving]
         return self._held[session] > 0 or any(slab.session == session for slab in slabs)
 
     def _reap(self) -> None:
@@ -181,9 +201,10 @@ class ArenaTable:
 
     def _rebuild(self, namespace_id: int, shard: int) -> None:
         here = [
-            slab
+            (slab.offer, slab.mapping)
             for slab in self._slabs.values()
-            if (slab.offer.namespace_id, slab.offer.shard) == (namespace_id, shard)
+            if isinstance(slab.offer, pb.SlabOffered)
+            and (slab.offer.namespace_id, slab.offer.shard) == (namespace_id, shard)
         ]
         self._rows[namespace_id, shard] = _Rows(here)
 
@@ -194,6 +215,7 @@ class ArenaTable:
         with self._changed:
             assert self._pins is None, "slabs are pinned for one device"
             self._pins = pins
+            assert not self._segments, "who pins slabs does not ask for segments"
             for slab in [*self._slabs.values(), *self._leaving]:
                 pins.add(slab.mapping.address, slab.mapping.length_bytes)
 
@@ -211,9 +233,28 @@ class ArenaTable:
             if session.generation != self._generation or session.session_id in self._refused:
                 raise StaleSlot("the session these slots were given under is lost")
             rows = None if state is None else self._rows.get((state.namespace_id, shard))
-            if rows is None and len(plain):
-                raise StaleSlot(f"no slab of shard {shard} is mapped here")
-            return [rows.row(slot) for slot in plain] if rows is not None else []
+            return [
+                self._segment_row(namespace, shard, slot - DIRECT_SLOTS)
+                if slot >= DIRECT_SLOTS
+                else _row(rows, shard, slot)
+                for slot in plain
+            ]
+
+    def _segment_row(self, namespace: Namespace, shard: int, slot: int) -> Bytes:
+        state, spec = namespace.state, namespace.spec
+        for slab in self._segments.values():
+            assert isinstance(slab.offer, pb.SegmentOffered)
+            segment, row = divmod(slot, slab.offer.row_count_max)
+            break
+        else:
+            raise StaleSlot("no segment is mapped here")
+        found = self._segments.get(segment)
+        size = 0 if state is None else state.segment_shard_bytes
+        first = (row * spec.shard_count + shard) * size
+        if found is None or size < spec.shard_bytes or first + size > found.mapping.length_bytes:
+            raise StaleSlot(f"slot {slot} is in no segment mapped here")
+        view: Bytes = found.mapping.array[first : first + size]
+        return view
 
     def begin_hold(
         self,
@@ -262,7 +303,7 @@ class Arena:
         return self._table.slot_count(self._namespace, self._shard)
 
     def view(self, slot: int, session: SessionRef) -> Bytes:
-        """The slot's bytes, writable. Raises StaleSlot when they would mean nothing.
+        """The slot's bytes; a segment's are read only. Raises StaleSlot when they mean nothing.
 
         A view outlives the check: whoever copies for longer than a moment uses `hold`.
         """
@@ -286,6 +327,12 @@ class Arena:
             yield [row[: self._shard_bytes] for row in rows]
         finally:
             self._table.end_hold(session)
+
+
+def _row(rows: _Rows | None, shard: int, slot: int) -> Bytes:
+    if rows is None:
+        raise StaleSlot(f"no slab of shard {shard} is mapped here")
+    return rows.row(slot)
 
 
 def _check_offer(offer: pb.SlabOffered, file_bytes: int) -> None:

@@ -49,11 +49,12 @@ class DirectLeases:
             self._mapped.setdefault(event.session, set()).update(event.segments)
         return []
 
-    def usable(self, session: SessionId, residency: Residency) -> Collection[int]:
+    def usable(self, event: ev.Acquire, residency: Residency) -> Collection[int]:
         """Segments that all processes of the engine have mapped that load this namespace."""
-        if session == DAEMON_SESSION or self._rung is None:
+        is_asked = event.takes_direct and event.session != DAEMON_SESSION
+        if not is_asked or self._rung is None:
             return NO_SEGMENTS
-        engine = self._engines.require_live(session).engine
+        engine = self._engines.require_live(event.session).engine
         workers = [
             one for one in self._engines.sessions() if one.engine == engine and one.maps_slots
         ]

@@ -154,6 +154,7 @@ class Acquire:
     deadline: float
     skip_count: int = 0
     wait_until: float = 0.0
+    takes_direct: bool = False  # Who asks understands slots of a tier below memory.
     lease: LeaseId | None = None  # Set by the manager when the event is continued.
     done_count: int = 0  # Likewise.
     is_promoting: bool = False  # Likewise.

@@ -139,7 +139,7 @@ class Granting:
         part = event.hashes[start : start + self._config.slice_blocks]
         after = event.hashes[start - 1] if start else None
         waits = event.wait_until > now
-        looks_below = waits or bool(self.direct.usable(event.session, residency))
+        looks_below = waits or bool(self.direct.usable(event, residency))
         if not (event.is_promoting and looks_below):
             sliced = residency.lease(
                 part,
@@ -174,7 +174,7 @@ class Granting:
         part = part[: self._config.evict_slice_blocks]
         rows, cut = residency.straight_rows(part, after)
         skipped = max(0, event.skip_count - event.done_count)
-        usable = self.direct.usable(event.session, residency)
+        usable = self.direct.usable(event, residency)
         direct = self.direct.choose(residency, rows, skipped, usable)
         places = _places_of(residency, rows, direct)
         count, why = self._room(residency, places, direct, skipped, waits=event.wait_until > now)

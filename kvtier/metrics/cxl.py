@@ -25,6 +25,11 @@ class CxlMetrics:
         self.emulated = registry.gauge(
             "kvtier_cxl_emulated_info", "1 while the CXL tier is ordinary memory, slowed down.", {}
         )
+        self.direct = registry.gauge(
+            "kvtier_cxl_direct_info",
+            "1 while engines that have mapped the CXL tier copy blocks from it themselves.",
+            {},
+        )
         self.state = registry.gauge(
             "kvtier_cxl_state",
             "1 for the state that the CXL tier is in: off when it has got no memory at all.",

@@ -93,9 +93,18 @@ class NodeMemory:
 
     reserve_bytes = RESERVE_BYTES
 
-    def __init__(self, node: int, *, slab_bytes: int, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        node: int,
+        *,
+        slab_bytes: int,
+        budget_bytes: int | None = None,
+        is_single_tenant: bool = False,
+    ) -> None:
         """Raises ConfigError for a node without memory, or too little of it."""
-        self.source = MemorySource(node)
+        self._is_single_tenant = is_single_tenant
+        # Somebody may read it under a lease when the daemon ends.
+        self.source = MemorySource(node, punches=not is_single_tenant)
         self.label = self.source.name
         room_bytes = self.source.room_bytes() or 0
         wanted_bytes = max(0, room_bytes - RESERVE_BYTES) if budget_bytes is None else budget_bytes
@@ -105,7 +114,9 @@ class NodeMemory:
         self.copy_summed: CopySummed = copy_summed
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
-        return ClientSlab(os.dup(slab.fd), 0)
+        if not self._is_single_tenant:
+            return None
+        return ClientSlab(os.open(f"/proc/self/fd/{slab.fd}", os.O_RDONLY | os.O_CLOEXEC), 0)
 
     def throttle_stats(self) -> ThrottleStats | None:
         return None

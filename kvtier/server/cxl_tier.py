@@ -1,8 +1,10 @@
 """The shell's side of the CXL tier: memory populated in threads, blocks copied to it and back.
 
 It is opened once all of its memory is there, and gone with the daemon. Blocks reach engines through
-DRAM: they are promoted, and compared with their checksum on the way. A copy between two memories
-can neither fail nor hang as a disk can; what can be wrong is what somebody else wrote there.
+DRAM: they are promoted, and compared with their checksum on the way; or engines that have mapped
+the tier copy them from there (segment_offers.py): then they were compared as they came down. A
+copy between two memories can neither fail nor hang as a disk can; what can be wrong is what
+somebody else wrote there.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import Slab
 from kvtier.pools.stock import Outcome, PopulateRefused, SlabStock
 from kvtier.server.base import Base
+from kvtier.server.segment_offers import Offers
 from kvtier.server.threads import call_soon
 from kvtier.types import TierName
 
@@ -47,10 +50,12 @@ _Outcomes = npt.NDArray[np.uint8]
 class CxlKeeper:
     """Lives on the event loop; populating and copying happen in threads of its own."""
 
-    def __init__(self, base: Base, dram: DramPool, memory: CxlMemory) -> None:
+    def __init__(self, base: Base, dram: DramPool, memory: CxlMemory, offers: Offers) -> None:
         self._base = base
         self._dram = dram
         self._memory = memory
+        self._offers = offers
+        self.is_direct = False  # Engines copy from it themselves.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slabs: list[Slab] = []
         self._missing_count = memory.slab_count_max  # Neither populated nor refused yet.
@@ -130,6 +135,8 @@ class CxlKeeper:
         if self._is_over:
             return
         self._slots = CxlSlots(self._slabs)
+        onboard = self._offers.open(self._slabs, self._slots.row_count_max, speed)
+        self.is_direct = onboard.is_direct
         log.info(
             "cxl tier opened",
             extra={
@@ -139,6 +146,8 @@ class CxlKeeper:
                 "read": f"{speed.read_bytes_per_second / 1e9:.2f} GB/s",
                 "write": f"{speed.write_bytes_per_second / 1e9:.2f} GB/s",
                 "dram": f"{speed.dram_bytes_per_second / 1e9:.2f} GB/s",
+                "onboard": "direct" if onboard.is_direct else "through dram",
+                "why": onboard.why,
             },
         )
         self._base.core.post(
@@ -149,6 +158,7 @@ class CxlKeeper:
                 lane_count=1,
                 sequence_first=1,
                 tier=TierName.CXL,
+                is_direct=onboard.is_direct,
             )
         )
 
@@ -179,6 +189,7 @@ class CxlKeeper:
 
     def close(self) -> None:
         """After `stop`: the memory goes back where it came from."""
+        self._offers.close()
         for slab in self._slabs:
             self._memory.source.end(slab)
         self._slabs.clear()

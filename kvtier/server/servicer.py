@@ -162,6 +162,7 @@ class EngineCalls:
                 deadline=deadline,
                 skip_count=request.skip_count,
                 wait_until=self._wait_until(request.wait_ms, now, deadline),
+                takes_direct=self._takes_direct(caller.session),
             )
             await self._look(event)
             granted = await self._leasing.acquire(event, tell_pending)
@@ -181,6 +182,7 @@ class EngineCalls:
             cut=cast("pb.Cut", int(granted.cut)),
             epoch=granted.epoch,
             tiers=tier_counts(granted.tiers),
+            slot_tiers=b"" if granted.is_direct is None else granted.is_direct.tobytes(),
         )
         try:
             await send(pb.AcquireResponse(ready=ready))
@@ -276,6 +278,10 @@ class EngineCalls:
         packed = request.hashes
         check_packed(packed, namespace.spec.hash_bytes)
         return namespace, PackedHashes(packed, namespace.spec.hash_bytes)
+
+    def _takes_direct(self, session: SessionId) -> bool:
+        record = self._sessions.get(session)
+        return record is not None and record.knows_segments
 
     async def _look(self, event: ev.Acquire) -> None:
         """Who waits for lower tiers waits for what other nodes have, too."""

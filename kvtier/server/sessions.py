@@ -42,6 +42,8 @@ class SessionRecord:
     link: Link
     pidfd: int | None
     offered: set[SlabId] = field(default_factory=set)
+    knows_segments: bool = False  # See Hello.
+    segments: set[int] = field(default_factory=set)  # Offered, and not answered yet.
     replaces: SessionId | None = None
     replaced_by: SessionId | None = None
     is_live: bool = True
@@ -60,6 +62,7 @@ class Opening:
     old_session: SessionId | None
     old_token: bytes
     node: int | None = None  # The NUMA node nearest to a worker's device.
+    knows_segments: bool = False
 
 
 class Sessions:
@@ -90,6 +93,9 @@ class Sessions:
     def get(self, session: SessionId) -> SessionRecord | None:
         return self._records.get(session)
 
+    def live(self) -> list[SessionRecord]:
+        return [record for record in self._records.values() if record.is_live]
+
     # --------------------------------------------------------------------------------- opening
 
     def open(self, opening: Opening, link: Link, pidfd: int | None) -> SessionRecord:
@@ -112,6 +118,7 @@ class Sessions:
             caller=caller,
             link=link,
             pidfd=pidfd,
+            knows_segments=opening.knows_segments,
         )
         self._records[record.id] = record
         if old is not None:

@@ -362,7 +362,13 @@ class FakeEngine:
             self.read(held)
 
         acquire = ev.Acquire(
-            session, namespace, packed(hashes), deadline, skip_count=skip, wait_until=wait_until
+            session,
+            namespace,
+            packed(hashes),
+            deadline,
+            skip_count=skip,
+            wait_until=wait_until,
+            takes_direct=True,
         )
         self.world.start(acquire, granted)
 

@@ -101,6 +101,7 @@ def test_nobody_is_before_all_processes_of_the_engine_have_mapped_it(story: Dire
     assert (outcome.lease, outcome.cut) == (None, Cut.DEADLINE)
     story.map_all(other)
     assert _acquire(story, other).leased_count == 4
+    assert _acquire(story, other, takes_direct=False).lease is None, "an older client"
 
 
 def test_a_process_that_connects_anew_must_map_it_anew(story: DirectStory) -> None:
@@ -224,11 +225,19 @@ def test_a_block_is_promoted_when_it_is_leased_below_for_the_second_time(
     assert story.match("abcd")[DRAM] >= 2
 
 
-def _acquire(story: DirectStory, engine: FakeEngine) -> ins.LeaseGranted:
+def _acquire(
+    story: DirectStory, engine: FakeEngine, *, takes_direct: bool = True
+) -> ins.LeaseGranted:
     assert engine.scheduler.session is not None
     deadline = story.world.now + 10
     outcome = story.world.run(
-        ev.Acquire(engine.scheduler.session, NS, packed(chain("abcd")), deadline)
+        ev.Acquire(
+            engine.scheduler.session,
+            NS,
+            packed(chain("abcd")),
+            deadline,
+            takes_direct=takes_direct,
+        )
     )
     assert isinstance(outcome, ins.LeaseGranted)
     return outcome

@@ -26,6 +26,7 @@ from kvtier.server.core_loop import CoreLoop
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
 from kvtier.server.namespaces import Namespaces, padded_stride
+from kvtier.server.segment_offers import Onboarding
 from kvtier.types import BlockHash, NamespaceId, SlabId, SlabSetId, TierName
 from tests.support.recording_core import RecordingManager
 
@@ -37,6 +38,19 @@ SPEC = NamespaceSpec("test", "v1", "bfloat16", "LBHD", 16, shard_bytes=5000, sha
 LAYOUT = SlotLayout(SPEC.shard_bytes, SPEC.shard_count)
 DONE, CORRUPT = ev.TransferOutcome.DONE, ev.TransferOutcome.CORRUPT
 SLOT_COUNT = 16
+
+
+class NoOffers:
+    """Nobody maps the tier."""
+
+    def open(self, slabs: object, row_count_max: int, speed: object) -> Onboarding:
+        return Onboarding(False, "a test")
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+NO_OFFERS = NoOffers()
 
 
 def slots(*numbers: int) -> ev.Slots:
@@ -60,7 +74,7 @@ class Rig:
         memory = EmulatedMemory(
             EmulatedSpeed(8e9), clock, slab_bytes=SLAB_BYTES, budget_bytes=2 * SLAB_BYTES
         )
-        self.keeper = CxlKeeper(base, self.dram, memory)
+        self.keeper = CxlKeeper(base, self.dram, memory, NO_OFFERS)
 
     async def open(self) -> NamespaceId:
         opened = await self.namespaces.open(SPEC)

@@ -1,0 +1,134 @@
+"""Engines that read the CXL tier themselves: real processes, on a node of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from kvtier.io.nodes import read_nodes
+from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.known_blocks import SHARD_BYTES
+from tests.support.nvme_daemon import wait_metric
+from tests.support.processes import CallFailed, Engine, engine_processes, eventually
+
+CHAIN = 8
+DRAM_BYTES = 8 << 20
+CXL_BYTES = 32 << 20
+SLAB_BYTES = 2 << 20
+IN_DRAM = DRAM_BYTES // SHARD_BYTES
+CXL_BLOCKS = 'kvtier_tier_blocks{tier="cxl"}'
+CXL_HITS = 'kvtier_hit_blocks_total{call="acquire",tier="cxl"}'
+PINNED = 'kvtier_tier_slots{state="pinned",tier="cxl"}'
+PROMOTED = 'kvtier_cxl_transferred_blocks_total{direction="promote",outcome="done"}'
+ONES_OWN = {"cxl.single_tenant": "true", "cxl.onboard": "direct", "lease.grace_seconds": "0.1"}
+
+
+@contextlib.contextmanager
+def running(options: Mapping[str, str] = ONES_OWN) -> Iterator[RunningDaemon]:
+    node = next((one.index for one in read_nodes() if one.memory_bytes), None)
+    if node is None:
+        pytest.skip("the kernel tells nothing of NUMA nodes")
+    settings = {
+        "cxl.node": str(node),
+        "cxl.bytes": str(CXL_BYTES),
+        "cxl.slab_bytes": str(SLAB_BYTES),
+        **options,
+    }
+    with running_daemon(dram_bytes=DRAM_BYTES, slab_bytes="2MiB", options=settings) as daemon:
+        daemon.wait_populated()
+        wait_metric(daemon, 'kvtier_cxl_state{state="on"}', 1)
+        yield daemon
+
+
+def fill(daemon: RunningDaemon, engine: Engine, count: int, label: str = "chain") -> None:
+    """Offload so many chains, and let each go down before the next one."""
+    before = daemon.metrics()[CXL_BLOCKS]
+    for number in range(count):
+        assert engine.ask("offload", label=f"{label} {number}", count=CHAIN)["count"] == CHAIN
+        wait_metric(daemon, CXL_BLOCKS, before + (number + 1) * CHAIN)
+
+
+def lease(engine: Engine, label: str) -> dict[str, Any]:
+    return engine.ask("lease", label=label, count=CHAIN)
+
+
+def read_or_error(engine: Engine, label: str) -> int | str:
+    try:
+        return int(engine.ask("read_leased", label=label)["count"])
+    except CallFailed as error:
+        return str(error).partition(":")[0]
+
+
+def pinned(daemon: RunningDaemon) -> float:
+    return daemon.metrics()[PINNED]
+
+
+def test_blocks_are_read_where_they_lie_and_hits_are_counted_as_the_tiers() -> None:
+    with running() as daemon, engine_processes() as engines:
+        engine = engines.start(daemon.socket, maps_segments=1)
+        count = 2 * IN_DRAM // CHAIN
+        fill(daemon, engine, count)
+        found = [lease(engine, f"chain {number}") for number in range(3)]
+        assert [(one["count"], one["direct"]) for one in found] == [(CHAIN, CHAIN)] * 3
+        for number in range(3):
+            assert engine.ask("read_leased", label=f"chain {number}")["count"] == CHAIN
+        metrics = daemon.metrics()
+        assert metrics[CXL_HITS] == 3 * CHAIN
+        assert metrics[PROMOTED] == 0, "nothing was copied up"
+        assert metrics["kvtier_cxl_direct_info"] == 1
+        asked = metrics['kvtier_asked_blocks_total{call="acquire"}']
+        hits = sum(
+            value
+            for name, value in metrics.items()
+            if name.startswith("kvtier_hit_blocks_total") and "acquire" in name
+        )
+        assert hits + metrics['kvtier_miss_blocks_total{call="acquire"}'] == asked
+        assert "onboard=direct" in daemon.log_text.replace('"', "")
+
+
+def test_a_client_that_does_not_know_segments_is_served_through_dram() -> None:
+    with running() as daemon, engine_processes() as engines:
+        engine = engines.start(daemon.socket)
+        fill(daemon, engine, 2 * IN_DRAM // CHAIN)
+        assert lease(engine, "chain 0") == {"count": 0, "direct": 0}
+        found = engine.ask("acquire", label="chain 0", count=CHAIN, wait_seconds=5.0)
+        assert found["count"] == CHAIN
+
+
+def test_a_killed_engine_lets_go_and_a_leased_segment_outlives_all_that_is_filled() -> None:
+    with running() as daemon, engine_processes() as engines:
+        reader = engines.start(daemon.socket, maps_segments=1)
+        killed = engines.start(daemon.socket, maps_segments=1)
+        fill(daemon, reader, 2 * IN_DRAM // CHAIN)
+        assert lease(reader, "chain 0")["direct"] == CHAIN
+        assert lease(killed, "chain 1")["direct"] == CHAIN
+        eventually(lambda: pinned(daemon) == 2 * CHAIN, "both are pinned")
+        killed.kill()
+        eventually(lambda: pinned(daemon) == CHAIN, "the dead engine holds nothing")
+        for number in range(2 * CXL_BYTES // SHARD_BYTES // CHAIN):
+            label = f"other {number}"
+            assert reader.ask("offload", label=label, count=CHAIN)["count"] == CHAIN
+        assert reader.ask("read_leased", label="chain 0")["count"] == CHAIN
+        assert lease(reader, "chain 3")["count"] == 0, "the pool has gone round"
+
+
+def test_bytes_stay_right_for_an_engine_whose_daemon_is_killed() -> None:
+    with running() as daemon, engine_processes() as engines:
+        engine = engines.start(daemon.socket, maps_segments=1)
+        fill(daemon, engine, 2 * IN_DRAM // CHAIN)
+        assert lease(engine, "chain 0")["direct"] == CHAIN
+        daemon.kill()
+        answer = read_or_error(engine, "chain 0")
+        assert answer in (CHAIN, "StaleSlot")
+        daemon.start()
+        daemon.wait_populated()
+        wait_metric(daemon, 'kvtier_cxl_state{state="on"}', 1)
+        eventually(lambda: engine.ask("session")["is_open"], "it is back")
+        answer = read_or_error(engine, "chain 0")
+        assert answer == "StaleSlot"
+        fill(daemon, engine, 2 * IN_DRAM // CHAIN, label="again")
+        eventually(lambda: lease(engine, "again 0")["direct"] == CHAIN, "mapped anew")
+        assert engine.ask("read_leased", label="again 0")["count"] == CHAIN

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.granting import Granting
+from kvtier.core.index import NOBODY
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
 from kvtier.policy.lru import LruPolicy
@@ -84,6 +87,25 @@ def test_a_manager_that_never_promotes_is_not_good_enough() -> None:
 
     with pytest.raises(AssertionError, match="misses"):
         TieredSimulation(1, make).run()
+
+
+@pytest.mark.slow
+def test_a_pin_that_ends_with_the_deadline_is_not_good_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that began to copy in time may end late: that is what the margin is for."""
+    whole = Granting.expire
+
+    def expire(granting: Granting, now: float) -> None:
+        for lease in granting.leases.all_leases():
+            if lease.deadline <= now:
+                granting.direct.unpin(lease.all_direct())
+                lease.direct = [np.full(len(lease.all_direct()), NOBODY, np.int64)]
+        whole(granting, now)
+
+    monkeypatch.setattr(Granting, "expire", expire)
+    with pytest.raises(AssertionError, match="reused under a direct lease"):
+        DirectSimulation(3).run()
 
 
 # --------------------------------------------------------------------------------------- under load

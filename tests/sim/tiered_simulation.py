@@ -17,13 +17,13 @@ from kvtier.core.settings import LowerSettings, ManagerConfig
 from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.sim.simulation import CONFIG, ONE_SHARD, RIVAL, SLOT_BYTES, TWO_SHARDS, Simulation
 from tests.support.fake_disk import FakeDisk
-from tests.support.fake_engine import FakeEngine
 from tests.support.fake_mover import Transfer
 from tests.support.lower_shell import LowerShell, readable_count
 
 TABLE_SECONDS = 1.0
 CUT_SECONDS = 12.0  # Mean time between two power cuts.
 STALL_SECONDS = 2.0
+MAP_SECONDS = 0.5
 BYTES_PER_SECOND = {TierName.CXL: 1600 * SLOT_BYTES, TierName.NVME: 400 * SLOT_BYTES}
 
 TIERED = replace(
@@ -237,20 +237,21 @@ class DirectSimulation(TwoRungsSimulation):
         disks[TierName.CXL].is_direct = True
         return disks
 
-    def start_daemon(self) -> None:
-        super().start_daemon()
+    def __init__(
+        self, seed: int, make_manager: Callable[[ManagerConfig], BlockManager] | None = None
+    ) -> None:
+        super().__init__(seed, make_manager)
+        self.direct_count = 0  # Reads, of engines that are gone as well.
+        self.later(MAP_SECONDS, self._map)
+
+    def _map(self) -> None:
         for engine in self.engines:
-            self.later(1.0, lambda engine=engine: self._map(engine))
-
-    def _map(self, engine: FakeEngine) -> None:
-        if engine in self.engines:
             for process in engine.processes:
-                engine.map_segments(process, self.chance.choice((4, 8, 10)))
-            self.later(1.0, lambda: self._map(engine))
-
-    @property
-    def direct_count(self) -> int:
-        return sum(engine.tally.direct_count for engine in self.engines)
+                if self.chance.random() < 0.7:
+                    engine.map_segments(process, self.chance.choice((4, 8, 10)))
+            self.direct_count += engine.tally.direct_count
+            engine.tally.direct_count = 0
+        self.later(MAP_SECONDS, self._map)
 
 
 def _move(shell: LowerShell, one: Transfer, member: int) -> None:

@@ -8,8 +8,9 @@ has ended, or when its wait is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,9 @@ class Granting:
         self._pending: dict[LeaseId, _Pending] = {}
         self._has_unwanted = False  # Somebody does not wait any more for all that he asked for.
         self.is_draining = False
+
+    def handlers(self) -> dict[type, Callable[[Any, float], list[ins.Instruction]]]:
+        return {ev.Release: self.release, ev.SegmentsMapped: self.direct.on_segments_mapped}
 
     # --------------------------------------------------------------------------------- acquire
 

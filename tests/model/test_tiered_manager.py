@@ -407,14 +407,20 @@ class DirectMachine(TwoRungsMachine):
         one = self.engine(engine)
         one.map_segments(one.processes[pick % len(one.processes)], count)
 
+    def begin_and_use_all(self) -> None:
+        super().begin_and_use_all()
+        for engine in range(3):
+            self.lease_below(engine, 0, "ab", seconds=1.0)
+
     @rule(engine=picks, namespace=picks, path=paths, seconds=st.sampled_from([1.0, 30.0]))
-    def empty_memory_and_acquire(
-        self, engine: int, namespace: int, path: str, seconds: float
-    ) -> None:
+    def lease_below(self, engine: int, namespace: int, path: str, seconds: float) -> None:
+        """Blocks go down, memory is needed for others, and who does not wait asks for them."""
         one = self.engine(engine)
+        self.offload_and_settle(engine, namespace, path)
         self.map_segments(one)
         self.empty_memory()
         one.acquire(self.namespace_of(one, namespace), chain(path), seconds=seconds)
+        self.world.finish_turns()
 
     def map_segments(self, engine: FakeEngine) -> None:
         for process in engine.processes:

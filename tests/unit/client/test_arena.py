@@ -138,7 +138,9 @@ def test_segments_end_with_the_session_they_were_offered_to(segment_file: int) -
 
 
 @pytest.mark.parametrize("parts", [{"length": 3 * SEGMENT_BYTES}, {"length": 0}, {"offset": 100}])
-def test_offers_that_do_not_fit_their_file_are_refused(segment_file: int, parts) -> None:
+def test_offers_that_do_not_fit_their_file_are_refused(
+    segment_file: int, parts: dict[str, int]
+) -> None:
     table = table_with(segment_file)
     with pytest.raises(BadFrame):
         table.add_segment(offer(0, **parts), segment_file, SESSION)

@@ -211,7 +211,7 @@ class Granting:
         self._ladder.note_use(residency, rows)
         origins = self._ladder.origins(residency.index, rows, absent)
         again = self.direct.used_again(residency, rows, direct)
-        instructions.extend(self._promotions.ask_softly(residency, again, now))
+        instructions.extend(self._promotions.ask_softly(residency, again, event.session, now))
         instructions.extend(self._promotions.pump(now))
         return _Found(places, origins, cut, direct, is_promoting=True, instructions=instructions)
 

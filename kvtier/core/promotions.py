@@ -234,10 +234,14 @@ class Promotions:
         memory_count = residency.memory_count(event.hashes, matched)
         return [*found, ins.PrefetchBegun(memory_count, promoting_count)]
 
-    def ask_softly(self, residency: Residency, rows: Rows, now: float) -> list[ins.Instruction]:
-        """Have these promoted that nobody waits for, within what prefetches may."""
+    def ask_softly(
+        self, residency: Residency, rows: Rows, session: SessionId, now: float
+    ) -> list[ins.Instruction]:
+        """Have these promoted that nobody waits for, within what prefetches may, to where the
+        session's engine can read them."""
         room = max(0, self._prefetch_room_bytes() // residency.facts.block_bytes)
-        _, found = self.ask(residency, rows[:room], want=Want.PREFETCH, now=now)
+        rows = rows[:room]
+        _, found = self.ask(residency, rows, want=Want.PREFETCH, session=session, now=now)
         return found
 
     def _prefetch_room_bytes(self) -> int:

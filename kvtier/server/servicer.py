@@ -182,7 +182,7 @@ class EngineCalls:
             cut=cast("pb.Cut", int(granted.cut)),
             epoch=granted.epoch,
             tiers=tier_counts(granted.tiers),
-            slot_tiers=b"" if granted.is_direct is None else granted.is_direct.tobytes(),
+            slot_tiers=_slot_tiers(granted),
         )
         try:
             await send(pb.AcquireResponse(ready=ready))
@@ -335,6 +335,11 @@ class EngineCalls:
             one: request.token_ids[place * size : place * size + size]
             for place, one in enumerate(hashes)
         }
+
+
+def _slot_tiers(granted: ins.LeaseGranted) -> bytes:
+    # False and True are the protocol's 0 and 1.
+    return b"" if granted.is_direct is None else granted.is_direct.tobytes()  # gil-ok: 32 KiB
 
 
 async def _send_pending(send: Send, reply: ins.LeasePending) -> None:

@@ -73,7 +73,7 @@ class Reservation:
     """Slots to fill and commit, or to abort; perhaps fewer than asked for, even none."""
 
     session: SessionRef
-    slots: Slots
+    slots: npt.NDArray[np.uint32]
     epoch: int
     stock_count_max: int
 

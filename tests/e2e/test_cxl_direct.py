@@ -6,10 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvtier.connector import StepOutcome
 from kvtier.io.nodes import read_nodes
+from tests.support.connector_rig import numbered_chain
 from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.engine_half import start_engine
 from tests.support.known_blocks import SHARD_BYTES
 from tests.support.nvme_daemon import wait_metric
 from tests.support.processes import CallFailed, Engine, engine_processes, eventually
@@ -132,3 +136,33 @@ def test_bytes_stay_right_for_an_engine_whose_daemon_is_killed() -> None:
         fill(daemon, engine, 2 * IN_DRAM // CHAIN, label="again")
         eventually(lambda: lease(engine, "again 0")["direct"] == CHAIN, "mapped anew")
         assert engine.ask("read_leased", label="again 0")["count"] == CHAIN
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "fake GPU"])
+@pytest.mark.parametrize("shard_count", [1, 2])
+def test_connector_onboards_from_the_tier_and_with_a_gpu_through_dram(
+    shard_count: int, on_gpu: bool
+) -> None:
+    chains = [numbered_chain(20, f"chain {number} ") for number in range(16 // shard_count)]
+    with running() as daemon:
+        engine = start_engine(daemon.socket, shard_count=shard_count, on_gpu=on_gpu)
+        try:
+            wanted = []
+            for number, chain in enumerate(chains):
+                engine.fill(len(chain), seed=number)
+                wanted.append([copier.blocks[: len(chain)].copy() for copier in engine.copiers])
+                engine.offload(f"offload {number}", chain)
+                wait_metric(daemon, CXL_BLOCKS, (number + 1) * len(chain))
+            for number in range(2):
+                for copier in engine.copiers:
+                    copier.blocks[:] = 0
+                done = engine.onboard(f"onboard {number}", chains[number])
+                assert done == StepOutcome(onboarded=(f"onboard {number}",))
+                for copier, right in zip(engine.copiers, wanted[number], strict=True):
+                    assert np.array_equal(copier.blocks[: len(chains[number])], right)
+            count = 2 * len(chains[0])
+            metrics = daemon.metrics()
+            assert metrics[CXL_HITS] == count
+            assert metrics[PROMOTED] == (count if on_gpu else 0)
+        finally:
+            engine.close()

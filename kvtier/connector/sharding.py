@@ -62,7 +62,16 @@ def whole_namespace(parts: Mapping[Place, NamespaceSpec]) -> NamespaceSpec:
 
 
 def _check_places(places: Sequence[Place]) -> None:
-    if not places or [place.rank for place in places] != list(range(places[0].rank_count)):
+    shards: dict[int, list[int]] = {}
+    for place in places:
+        shards.setdefault(place.shard, []).append(place.replica)
+    is_whole = (
+        bool(places)
+        and [place.rank for place in places] == list(range(places[0].rank_count))
+        and sorted(shards) == list(range(len(shards)))
+        and all(sorted(shards[place.shard]) == list(range(place.replica_count)) for place in places)
+    )
+    if not is_whole:  # Else there would be blocks of which nobody stores a shard.
         raise ConfigError("kvtier: this engine's ranks do not make one engine; run without kvtier")
 
 

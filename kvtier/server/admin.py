@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from importlib.resources import files
+from ipaddress import ip_address
 
 from prometheus_client import Metric
 
@@ -40,6 +41,9 @@ PAGE_POLICY = (
     "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 METRICS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+PAGE_PATHS = ("/", "/status", "/status.json")
+STRANGE_NAME = b"the status page answers under localhost and loopback addresses only\n"
 
 Answer = tuple[HTTPStatus, str, bytes]
 
@@ -120,6 +124,16 @@ def health_of(tick_age_seconds: float) -> Answer:
     return HTTPStatus.OK, TEXT, b"ok\n"
 
 
+def names_loopback(host: str) -> bool:
+    """Whether a request's Host is this node itself. A page of another site can make a browser ask
+    us under that site's own name, which it has pointed at 127.0.0.1, and then read the answer."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return name in ("", "localhost")
+
+
 class _Server(http.server.HTTPServer):
     def __init__(self, address: tuple[str, int], answer: Callable[[str], Answer]) -> None:
         self.answer = answer
@@ -138,7 +152,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        status, kind, body = self.server.answer(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        if path in PAGE_PATHS and not names_loopback(self.headers.get("Host", "")):
+            status, kind, body = HTTPStatus.FORBIDDEN, TEXT, STRANGE_NAME
+        else:
+            status, kind, body = self.server.answer(path)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

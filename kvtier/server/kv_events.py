@@ -60,6 +60,7 @@ class KvEvents:
         self._node = config.node or socket.gethostname()
         self._ledgers: dict[NamespaceId, Ledger] = {}
         self._topic_of: dict[NamespaceId, bytes] = {}
+        self._topics: set[bytes] = set()
         self._stale: set[bytes] = set()  # Topics of which events were dropped.
         self._rounds: dict[bytes, int] = {}  # Of announcing anew; the last one counts.
         self._announced_at: dict[bytes, float] = {}
@@ -116,7 +117,7 @@ class KvEvents:
 
     def close(self) -> None:
         """Nothing can be fetched any more."""
-        for topic in set(self._topic_of.values()):
+        for topic in self._topics:
             self._publisher.put(topic, Cleared())
         self._publisher.close()
 
@@ -194,9 +195,9 @@ class KvEvents:
         if found is None:
             model = self._namespaces.get(namespace).spec.model
             found = self._config.topic.format(node=self._node, model=model).encode()
-            is_new = found not in self._topic_of.values()
             self._topic_of[namespace] = found
-            if is_new:  # What an earlier life of the daemon announced is void.
+            if found not in self._topics:
+                self._topics.add(found)  # What an earlier life of the daemon announced is void.
                 self._put(found, Cleared())
         return found
 

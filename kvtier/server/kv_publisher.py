@@ -14,10 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import SOCK_STREAM
 
 import zmq
 
 from kvtier.config_events import EventsConfig, connections
+from kvtier.errors import ConfigError
+from kvtier.server.instance import clear_way
 from kvtier.server.kv_wire import Event, WireForm, weight_of
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,9 @@ BATCH_EVENTS_MAX = 64
 BATCH_BLOCKS_MAX = 4096
 SEND_BATCHES_MAX = 100_000  # For a slow subscriber; beyond it, it loses batches.
 REPLAY_BATCHES_MAX = 100_000  # For one that does not read; beyond it the answer breaks off.
+REQUEST_BYTES_MAX = 4096  # Of one frame of a request; the connection of a larger one is closed.
+# Kept batches count with what they weigh besides their bytes.
+KEPT_OVERHEAD_BYTES = 200
 END_MARK = (-1).to_bytes(8, "big", signed=True)
 SOCKET_MODE = 0o660
 LINGER_MS = 200  # For what was sent last, when the daemon ends.
@@ -70,10 +76,14 @@ class Publisher:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.set_hwm(REPLAY_BATCHES_MAX)
                 self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self._replay.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
                 _bind(self._replay, config.replay_bind)
         except zmq.ZMQError as error:
             self._free()
             raise OSError(error.errno, str(error)) from None
+        except ConfigError:
+            self._free()
+            raise
         self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
 
     def start(self) -> None:
@@ -137,10 +147,10 @@ class Publisher:
         # Never waits: a subscriber that is too far behind loses it.
         self._socket.send_multipart([topic, sequence.to_bytes(8, "big"), batch], copy=False)
         self._kept.append((topic, sequence, batch))
-        self._kept_bytes += len(batch)
+        self._kept_bytes += len(batch) + KEPT_OVERHEAD_BYTES
         while self._kept_bytes > self._buffer_bytes and len(self._kept) > 1:
             old_topic, old, dropped = self._kept.popleft()
-            self._kept_bytes -= len(dropped)
+            self._kept_bytes -= len(dropped) + KEPT_OVERHEAD_BYTES
             self._oldest_of[old_topic] = old + 1
 
     def _answer_replay(self, socket: zmq.Socket[bytes]) -> None:
@@ -180,6 +190,7 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.bind(endpoint)
         return
     path = Path(endpoint.removeprefix("ipc://")).expanduser()
+    clear_way(path, SOCK_STREAM)  # ZMQ itself replaces whatever is there, a file as well.
     before = os.umask(0o777 & ~SOCKET_MODE)  # Its mode from the first moment on.
     try:
         socket.bind(f"ipc://{path}")

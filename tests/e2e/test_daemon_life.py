@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,16 @@ def test_taken_admin_port_is_one_line() -> None:
             running_daemon(options={"admin.address": f"127.0.0.1:{port}"}),
         ):
             pass
+
+
+def test_page_does_not_answer_a_browser_that_another_site_has_sent(
+    daemon: RunningDaemon,
+) -> None:
+    address = daemon.ready["admin"]
+    for name, status in (("evil.example", 403), (address, 200)):
+        with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
+            connection.request("GET", "/status.json", headers={"Host": name})
+            assert connection.getresponse().status == status
 
 
 def test_healthz_answers_and_other_paths_are_404(daemon: RunningDaemon) -> None:

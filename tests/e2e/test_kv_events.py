@@ -12,7 +12,7 @@ from kvtier.cli.list_blocks import resident_blocks
 from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.pools.remote.files import prepare_root
 from kvtier.types import TierName
-from tests.support.daemon import running_daemon
+from tests.support.daemon import DaemonFailed, running_daemon
 from tests.support.known_blocks import chain_hashes, offload, onboard, payload_of, reserve, spec_of
 from tests.support.kv_subscriber import Place, Subscriber
 from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
@@ -234,3 +234,23 @@ def test_blocks_committed_with_token_ids_describe_themselves(socket_dir: Path) -
         assert event["block_size"] == 16
         assert event["parent_block_hash"] is None
         assert event["ownership"] == "kvtier"
+
+
+def test_what_lies_where_events_should_go_is_not_replaced(socket_dir: Path) -> None:
+    """ZMQ by itself would take the place of a file, and of another daemon's socket."""
+    (socket_dir / "events").write_text("mine")
+    with (
+        pytest.raises(DaemonFailed, match="events is there and no socket"),
+        running_daemon(dram_bytes="4MiB", slab_bytes="2MiB", options=event_options(socket_dir)),
+    ):
+        pass
+    assert (socket_dir / "events").read_text() == "mine"
+    (socket_dir / "events").unlink()
+    with running_daemon(dram_bytes="4MiB", slab_bytes="2MiB", options=event_options(socket_dir)):
+        with (
+            pytest.raises(DaemonFailed, match="listening at"),
+            running_daemon(dram_bytes="4MiB", slab_bytes="2MiB", options=event_options(socket_dir)),
+        ):
+            pass
+        with subscriber(socket_dir) as reader:
+            assert reader.ask_replay(0) == 0  # The first one still answers.

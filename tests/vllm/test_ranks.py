@@ -110,6 +110,12 @@ def test_job_ends_when_its_last_rank_has_told_of_it_and_fails_when_any_has() -> 
     assert reports.take_ended([JobResult(2, 1, None)]) == [JobResult(2, 1, None)]
 
 
+def test_rank_that_tells_twice_does_not_stand_for_the_other() -> None:
+    reports, told = Reports(2), JobResult(1, 0, None)
+    assert reports.take_ended([told, told]) == []
+    assert reports.take_ended([JobResult(1, 1, None)]) != []
+
+
 def two_ranks(tiny_llama: Any) -> Any:
     side = SchedulerRig(tiny_llama).side
     side._rank_count, side._core = 2, None

@@ -8,7 +8,6 @@ hold the same, each stores its own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +72,7 @@ class Reports:
 
     def __init__(self, rank_count: int) -> None:
         self._rank_count = rank_count
-        self._told: Counter[int] = Counter()
+        self._told: dict[int, set[tuple[int, int]]] = {}  # By job: who has told.
         self._failed: dict[int, JobResult] = {}
 
     def take_ended(self, results: Sequence[JobResult]) -> list[JobResult]:
@@ -83,8 +82,9 @@ class Reports:
             job_id = result.job_id
             if result.failed is not None:
                 self._failed.setdefault(job_id, result)
-            self._told[job_id] += 1
-            if self._told[job_id] >= self._rank_count:
+            told = self._told.setdefault(job_id, set())
+            told.add(result.worker)  # Twice is once: it would stand for a rank that still copies.
+            if len(told) >= self._rank_count:
                 del self._told[job_id]
                 ended.append(self._failed.pop(job_id, result))
         return ended

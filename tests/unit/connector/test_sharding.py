@@ -159,3 +159,17 @@ def test_checksums_of_replicated_shards_are_those_of_the_workers_that_stored() -
     for commit in rig.client.commits:
         shards = [shard_checksum(content_of(commit.block_hash, shard)) for shard in (0, 1)]
         assert commit.checksum == combine_checksums(shards)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [Place(0, 2, 0, 0, 2), Place(1, 2, 0, 0, 2)],  # Both the same replica.
+        [Place(0, 2, 0), Place(1, 2, 2)],  # No shard 1.
+        [Place(0, 2, 0, 0, 2), Place(1, 2, 1)],  # A replica that is missing.
+        [Place(0, 2, 0), Place(1, 2, 0)],  # Two for one shard that say they are alone.
+    ],
+)
+def test_places_that_leave_a_shard_to_nobody_are_refused(places: list[Place]) -> None:
+    with pytest.raises(ConfigError, match="do not make one engine"):
+        whole_namespace(dict.fromkeys(places, spec_of()))

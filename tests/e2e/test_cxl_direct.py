@@ -81,7 +81,7 @@ def test_blocks_are_read_where_they_lie_and_hits_are_counted_as_the_tiers() -> N
             assert engine.ask("read_leased", label=f"chain {number}")["count"] == CHAIN
         metrics = daemon.metrics()
         assert metrics[CXL_HITS] == 3 * CHAIN
-        assert metrics[PROMOTED] == 0, "nothing was copied up"
+        assert metrics.get(PROMOTED, 0) == 0, "nothing was copied up"
         assert metrics["kvtier_cxl_direct_info"] == 1
         asked = metrics['kvtier_asked_blocks_total{call="acquire"}']
         hits = sum(
@@ -137,14 +137,11 @@ def test_bytes_stay_right_for_an_engine_whose_daemon_is_killed() -> None:
         assert engine.ask("read_leased", label="again 0")["count"] == CHAIN
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "fake GPU"])
 @pytest.mark.parametrize("shard_count", [1, 2])
-def test_connector_onboards_from_the_tier_and_with_a_gpu_through_dram(
-    shard_count: int, on_gpu: bool
-) -> None:
+def test_connector_onboards_from_the_tier(shard_count: int) -> None:
     chains = [numbered_chain(20, f"chain {number} ") for number in range(16 // shard_count)]
     with running() as daemon:
-        engine = start_engine(daemon.socket, shard_count=shard_count, on_gpu=on_gpu)
+        engine = start_engine(daemon.socket, shard_count=shard_count)
         try:
             wanted = []
             for number, chain in enumerate(chains):
@@ -162,6 +159,6 @@ def test_connector_onboards_from_the_tier_and_with_a_gpu_through_dram(
             count = 2 * len(chains[0])
             metrics = daemon.metrics()
             assert metrics[CXL_HITS] == count
-            assert metrics[PROMOTED] == (count if on_gpu else 0)
+            assert metrics.get(PROMOTED, 0) == 0
         finally:
             engine.close()

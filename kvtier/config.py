@@ -18,6 +18,7 @@ from typing import cast
 
 from kvtier.config_events import EventsConfig, check_events
 from kvtier.config_remote import RemoteConfig, check_remote
+from kvtier.config_restart import RestartConfig, check_restart
 from kvtier.config_values import (
     ANY_NODE,
     AUTO,
@@ -295,6 +296,7 @@ class Config:
     nvme: NvmeConfig = NvmeConfig()
     remote: RemoteConfig = RemoteConfig()
     kv_events: EventsConfig = EventsConfig()
+    restart: RestartConfig = RestartConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
@@ -308,6 +310,7 @@ Section = (
     | NvmeConfig
     | RemoteConfig
     | EventsConfig
+    | RestartConfig
     | LeaseConfig
     | GrpcConfig
     | AdminConfig
@@ -387,6 +390,7 @@ def _check_together(config: Config) -> None:
     _check_cxl(config.cxl)
     check_remote(config.remote)
     check_events(config.kv_events)
+    check_restart(config.restart)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())

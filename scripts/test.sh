@@ -7,7 +7,9 @@ set -u
 python=${VENV:-.venv}/bin/python
 marks=$1
 waiting=(tests/crash tests/e2e)
-moved=(tests/e2e/monitoring tests/e2e/test_fresh_install.py)
+moved=(
+    tests/e2e/monitoring tests/e2e/test_fresh_install.py tests/e2e/client tests/crash/test_clear.py
+)
 
 compute() {
     nice "$python" -m pytest -p no:cacheprovider -m "$marks" tests "${waiting[@]/#/--ignore=}"

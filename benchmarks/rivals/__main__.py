@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.rivals.drivers.serve import BLOCK_BYTES, BLOCK_COUNT
 from benchmarks.rivals.link import Link, NotMeasured, started
 from benchmarks.rivals.schedule import Harness, Sizes, System, figures
 from kvtier.cli import environment
 from kvtier.cli.output import say
+from kvtier.cli.private_daemon import signals_as_exceptions
 from kvtier.pools.slabs import best_page_kind
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def main() -> int:
             warm_rounds=1,
         )
     tag = f"kvtier-rivals-{os.getpid()}"
-    with _signals_as_exceptions(), _folder(arguments.path, tag) as folder:
+    with signals_as_exceptions(), _folder(arguments.path, tag) as folder:
         systems = [
             one for one in _systems(folder) if not arguments.only or one.name in arguments.only
         ]
@@ -111,21 +111,6 @@ def _folder(path: Path, tag: str) -> Iterator[Path]:
         for left in SHARED_MEMORY.glob(f"*{tag}*"):
             left.unlink(missing_ok=True)
             say(f"removed what a daemon had left behind: {left}")
-
-
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack, as ctrl-C does, so that what was started is removed."""
-
-    def unwind(signum: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = {one: signal.signal(one, unwind) for one in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 if __name__ == "__main__":

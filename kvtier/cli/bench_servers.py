@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.cli.interrupts import deferred_interrupts
-from kvtier.cli.private_daemon import TERMINATE_SECONDS
+from kvtier.cli.private_daemon import end_process
 from kvtier.errors import Unavailable
 
 _HOST = "127.0.0.1"
@@ -97,15 +97,7 @@ def _process(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes
     try:
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
+        end_process(process)
 
 
 def _wait_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -32,6 +32,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command("kvtier.cli.serve", "run the daemon"),
+    "hold": Command("kvtier.cli.hold", "keep a daemon's memory while it is restarted"),
     "stats": Command("kvtier.cli.stats", "show what a daemon holds and has done"),
     "top": Command("kvtier.cli.top", "watch a daemon in the terminal"),
     "check": Command("kvtier.cli.check", "verify the invariants of a running daemon"),

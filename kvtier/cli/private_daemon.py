@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from kvtier.cli.interrupts import deferred_interrupts
 from kvtier.errors import ConfigError, Unavailable
@@ -81,7 +82,7 @@ def private_daemon(options: Mapping[str, str]) -> Iterator[PrivateDaemon]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def end_process(process: subprocess.Popen[str]) -> None:
+def end_process(process: subprocess.Popen[Any]) -> None:
     """SIGTERM, and SIGKILL when that was not enough; returns when the process is gone."""
     if process.poll() is None:
         process.terminate()

@@ -12,19 +12,22 @@ Invariants:
   (3) `wait_quiet(session)` returns True only when no hold under that session is open, none can
       open afterwards, and every slab that was mapped under it, were it our own, is unmapped.
 
-After a reconnect the daemon offers its slabs anew and they are mapped anew: to keep the old
-mappings would be faster, but then nobody could say what Quiet about the old session is true of.
+After a reconnect the daemon offers its slabs anew. Where its memory outlives it, a slab whose file
+is still mapped is not mapped again, nor pinned: it is *kept*, for nobody to use, until it becomes
+one of the new session or is given up. Quiet about the old session waits for either, and for the
+last view that was given out under it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,15 +41,38 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 # How often a slab is looked at that somebody still holds a view of.
 LEAVING_POLL_SECONDS = 0.05
+# Offers come with the answer to each namespace; what is not offered by then is not any more.
+KEPT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slab:
-    """One mapped slab, or segment."""
+class Mapped:
+    """Something that was offered and is mapped."""
 
-    offer: pb.SlabOffered | pb.SegmentOffered
     session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(Mapped):
+    """One mapped segment, read only."""
+
+    offer: pb.SegmentOffered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab(Mapped):
+    """One mapped slab."""
+
+    offer: pb.SlabOffered
+    file: tuple[int, int]  # Device and inode: no other file has them while this one is mapped.
+    # What every view under this session is one of, so that it lives as long as they do. None while
+    # the slab is kept for another session.
+    array: Bytes | None
+
+    def is_of(self, file: tuple[int, int], length_bytes: int) -> bool:
+        """Whether this mapping shows the whole of that file's first bytes."""
+        return self.file == file and self.mapping.length_bytes == length_bytes
 
 
 class SlabPins(Protocol):
@@ -65,15 +91,16 @@ class SlabPins(Protocol):
 class _Rows:
     """The usable slabs of one namespace and shard, in slot order; replaced, never changed."""
 
-    def __init__(self, slabs: Sequence[tuple[pb.SlabOffered, Mapping]]) -> None:
-        ordered = sorted(slabs, key=lambda one: one[0].slot_first)
-        self.slot_firsts = [offer.slot_first for offer, _ in ordered]
-        self.slot_count = sum(offer.slot_count for offer, _ in ordered)
+    def __init__(self, slabs: Sequence[Slab]) -> None:
+        ordered = sorted(slabs, key=lambda slab: slab.offer.slot_first)
+        self.slot_firsts = [slab.offer.slot_first for slab in ordered]
+        self.slot_count = sum(slab.offer.slot_count for slab in ordered)
         self._rows = [
-            mapping.array[: offer.slot_count * offer.slot_bytes].reshape(
-                offer.slot_count, offer.slot_bytes
+            slab.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
+                slab.offer.slot_count, slab.offer.slot_bytes
             )
-            for offer, mapping in ordered
+            for slab in ordered
+            if slab.array is not None
         ]
 
     def row(self, slot: int) -> Bytes:
@@ -91,9 +118,11 @@ class ArenaTable:
         self._changed = threading.Condition()
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
-        self._segments: dict[int, Slab] = {}  # Likewise.
-        self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
-        self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
+        self._segments: dict[int, Segment] = {}  # Likewise.
+        self._kept: dict[tuple[int, int], Slab] = {}  # Refused; of sessions that are lost.
+        self._lent: list[tuple[SessionRef, weakref.ref[Bytes]]] = []  # Of slabs kept since.
+        self._leaving: list[Mapped] = []  # Refused; waiting for the last view to go.
+        self._unmapped: list[Mapped] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
         # A refused session stays refused for the generation's life: an instruction under it may
         # come at any time. One int each; a session lasts at least one reconnect delay.
@@ -111,26 +140,59 @@ class ArenaTable:
                 self._refused.clear()
                 self._generation = generation
 
-    def void_all(self) -> None:
-        """Our session is lost or ends: refuse every slab; pages go with their last view."""
+    def void_all(self, *, keeps: bool = False) -> None:
+        """Our session is lost or ends: refuse every slab; pages go with their last view, or stay
+        (`keeps`) for the next session."""
         with self._changed:
-            self._leaving += [*self._slabs.values(), *self._segments.values()]
+            if keeps:
+                self._lent += [
+                    (slab.session, weakref.ref(slab.array))
+                    for slab in self._slabs.values()
+                    if slab.array is not None
+                ]
+                self._kept |= {key: replace(one, array=None) for key, one in self._slabs.items()}
+            else:
+                self._leave(*self._slabs.values(), *self._kept.values())
+                self._kept.clear()
+            self._leaving += self._segments.values()  # The tier is gone with the daemon.
             self._slabs.clear()
             self._segments.clear()
             self._rows.clear()
             self._reap()
 
+    def end_kept(self) -> None:
+        """What was kept and has not been offered again is no more."""
+        with self._changed:
+            self._leave(*self._kept.values())
+            self._kept.clear()
+            self._reap()
+
+    @property
+    def has_kept(self) -> bool:
+        return bool(self._kept)
+
     def add(self, offer: pb.SlabOffered, fd: int, session: SessionRef) -> None:
-        """Map an offered slab; the fd stays the caller's. Raises BadFrame, OSError."""
-        _check_offer(offer, os.fstat(fd).st_size)
+        """Map an offered slab, if it is not mapped still; the fd stays the caller's.
+
+        Raises BadFrame, OSError.
+        """
+        found = os.fstat(fd)
+        _check_offer(offer, found.st_size)
+        file = (found.st_dev, found.st_ino)
         with self._changed:
             key = (offer.shard, offer.slab_id)
             if key in self._slabs:
                 raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
-            slab = Slab(offer, session, Mapping(fd, offer.slab_bytes))
-            self._slabs[key] = slab
-            if self._pins is not None:
-                self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
+            kept = self._kept.pop(key, None)
+            if kept is not None and kept.is_of(file, offer.slab_bytes):
+                mapping = kept.mapping
+            else:
+                if kept is not None:
+                    self._leave(kept)
+                mapping = Mapping(fd, offer.slab_bytes)
+                if self._pins is not None:
+                    self._pins.add(mapping.address, mapping.length_bytes)
+            self._slabs[key] = Slab(session, mapping, offer, file, mapping.array)
             self._rebuild(offer.namespace_id, offer.shard)
 
     def add_segment(self, offer: pb.SegmentOffered, fd: int, session: SessionRef) -> None:
@@ -143,23 +205,22 @@ class ArenaTable:
             if self._pins is not None:
                 raise OSError("memory of this tier is not pinned for devices")
             mapping = Mapping(fd, offer.length, offer.offset, writable=False)
-            self._segments[offer.segment] = Slab(offer, session, mapping)
+            self._segments[offer.segment] = Segment(session, mapping, offer)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
         """Refuse the slab from now on; `take_unmapped` says when its pages are given up."""
         with self._changed:
             slab = self._slabs.pop((shard, slab_id), None)
             if slab is not None:
-                self._leaving.append(slab)
-                assert isinstance(slab.offer, pb.SlabOffered)
+                self._leave(slab)
                 self._rebuild(slab.offer.namespace_id, shard)
 
     def take_unmapped(self, session: SessionRef) -> list[pb.SlabOffered]:
         """Slabs of our session that were withdrawn and are unmapped now; each is told once."""
         with self._changed:
             self._reap()
-            offers = [slab.offer for slab in self._unmapped if slab.session == session]
-            gone = [one for one in offers if isinstance(one, pb.SlabOffered)]
+            slabs = [one for one in self._unmapped if isinstance(one, Slab)]
+            gone = [slab.offer for slab in slabs if slab.session == session]
             self._unmapped.clear()
             return gone
 
@@ -184,9 +245,19 @@ class ArenaTable:
                 self._changed.wait(LEAVING_POLL_SECONDS)
             return not self._is_touched(session)
 
+    def _leave(self, *slabs: Slab) -> None:
+        """Nobody gets a view of them any more; those that there are keep their pages."""
+        self._leaving += [replace(slab, array=None) for slab in slabs]
+
     def _is_touched(self, session: SessionRef) -> bool:
-        slabs = [*self._slabs.values(), *self._segments.values(), *self._leaving]
-        return self._held[session] > 0 or any(slab.session == session for slab in slabs)
+        mapped: list[Mapped] = [*self._slabs.values(), *self._kept.values(), *self._leaving]
+        mapped += self._segments.values()
+        self._lent = [one for one in self._lent if one[1]() is not None]
+        return (
+            self._held[session] > 0
+            or any(one.session == session for one in mapped)
+            or any(lent_to == session for lent_to, _ in self._lent)
+        )
 
     def _reap(self) -> None:
         """Unmap what nobody holds a view of, and no device."""
@@ -201,10 +272,9 @@ class ArenaTable:
 
     def _rebuild(self, namespace_id: int, shard: int) -> None:
         here = [
-            (slab.offer, slab.mapping)
+            slab
             for slab in self._slabs.values()
-            if isinstance(slab.offer, pb.SlabOffered)
-            and (slab.offer.namespace_id, slab.offer.shard) == (namespace_id, shard)
+            if (slab.offer.namespace_id, slab.offer.shard) == (namespace_id, shard)
         ]
         self._rows[namespace_id, shard] = _Rows(here)
 
@@ -216,7 +286,7 @@ class ArenaTable:
             assert self._pins is None, "slabs are pinned for one device"
             self._pins = pins
             assert not self._segments, "who pins slabs does not ask for segments"
-            for slab in [*self._slabs.values(), *self._leaving]:
+            for slab in [*self._slabs.values(), *self._kept.values(), *self._leaving]:
                 pins.add(slab.mapping.address, slab.mapping.length_bytes)
 
     def views(
@@ -242,12 +312,10 @@ class ArenaTable:
 
     def _segment_row(self, namespace: Namespace, shard: int, slot: int) -> Bytes:
         state, spec = namespace.state, namespace.spec
-        for slab in self._segments.values():
-            assert isinstance(slab.offer, pb.SegmentOffered)
-            segment, row = divmod(slot, slab.offer.row_count_max)
-            break
-        else:
+        some = next(iter(self._segments.values()), None)
+        if some is None:
             raise StaleSlot("no segment is mapped here")
+        segment, row = divmod(slot, some.offer.row_count_max)  # The same in all.
         found = self._segments.get(segment)
         size = 0 if state is None else state.segment_shard_bytes
         first = (row * spec.shard_count + shard) * size

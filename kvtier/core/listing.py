@@ -10,7 +10,7 @@ from kvtier.core.index import NOBODY
 from kvtier.core.residency import Residency
 from kvtier.types import TierName
 
-PAGE_ROWS = 8192  # About 2 ms.
+PAGE_ROWS = 4096  # To look at each takes 1.5 ms.
 TIER_BITS = {tier: 1 << number for number, tier in enumerate(TierName)}
 
 

@@ -20,6 +20,7 @@ import zmq
 
 from kvtier.config_events import EventsConfig, connections
 from kvtier.errors import ConfigError
+from kvtier.server.activation import socket_mode
 from kvtier.server.instance import clear_way
 from kvtier.server.kv_wire import Event, WireForm, weight_of
 
@@ -33,7 +34,6 @@ REQUEST_BYTES_MAX = 4096  # Of one frame of a request; the connection of a large
 # Kept batches count with what they weigh besides their bytes.
 KEPT_OVERHEAD_BYTES = 200
 END_MARK = (-1).to_bytes(8, "big", signed=True)
-SOCKET_MODE = 0o660
 LINGER_MS = 200  # For what was sent last, when the daemon ends.
 
 
@@ -191,8 +191,5 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
         return
     path = Path(endpoint.removeprefix("ipc://")).expanduser()
     clear_way(path, SOCK_STREAM)  # ZMQ itself replaces whatever is there, a file as well.
-    before = os.umask(0o777 & ~SOCKET_MODE)  # Its mode from the first moment on.
-    try:
+    with socket_mode():  # From the first moment on.
         socket.bind(f"ipc://{path}")
-    finally:
-        os.umask(before)

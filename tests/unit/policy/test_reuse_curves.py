@@ -74,6 +74,8 @@ def test_index_is_the_best_ratio_of_all_further_times(hazard: list[float]) -> No
     curve = Curve(np.array(hazard))
     chance = np.random.default_rng(0)
     for place in (0, 7, 31, BIN_COUNT - 1):
+        if curve.survival[place] < 1e-6:
+            continue  # There is no such block, and differences of areas are rounding.
         start = EDGES[place]
         times = start + (EDGES[-1] - start) * chance.random(40) ** 4
         best = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvtier.connector import StepOutcome
 from kvtier.io.nodes import read_nodes
 from tests.support.connector_rig import numbered_chain
 from tests.support.daemon import RunningDaemon, running_daemon
-from tests.support.engine_half import start_engine
+from tests.support.engine_half import CALM, WAIT_SECONDS, start_engine
 from tests.support.known_blocks import SHARD_BYTES
 from tests.support.nvme_daemon import wait_metric
 from tests.support.processes import CallFailed, Engine, engine_processes, eventually
@@ -27,6 +28,8 @@ CXL_BLOCKS = 'kvtier_tier_blocks{tier="cxl"}'
 CXL_HITS = 'kvtier_hit_blocks_total{call="acquire",tier="cxl"}'
 PINNED = 'kvtier_tier_slots{state="pinned",tier="cxl"}'
 PROMOTED = 'kvtier_cxl_transferred_blocks_total{direction="promote",outcome="done"}'
+# What has to come up first is waited for as long as the test's own patience.
+AWAITING = replace(CALM, nvme_wait_seconds_min=WAIT_SECONDS, nvme_wait_seconds_max=WAIT_SECONDS)
 ONES_OWN = {"cxl.single_tenant": "true", "cxl.onboard": "direct", "lease.grace_seconds": "0.1"}
 
 
@@ -137,11 +140,16 @@ def test_bytes_stay_right_for_an_engine_whose_daemon_is_killed() -> None:
         assert engine.ask("read_leased", label="again 0")["count"] == CHAIN
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "fake GPU"])
 @pytest.mark.parametrize("shard_count", [1, 2])
-def test_connector_onboards_from_the_tier(shard_count: int) -> None:
+def test_connector_onboards_from_the_tier_and_with_a_gpu_through_dram(
+    shard_count: int, on_gpu: bool
+) -> None:
     chains = [numbered_chain(20, f"chain {number} ") for number in range(16 // shard_count)]
     with running() as daemon:
-        engine = start_engine(daemon.socket, shard_count=shard_count)
+        engine = start_engine(
+            daemon.socket, shard_count=shard_count, settings=AWAITING, on_gpu=on_gpu
+        )
         try:
             wanted = []
             for number, chain in enumerate(chains):
@@ -159,6 +167,6 @@ def test_connector_onboards_from_the_tier(shard_count: int) -> None:
             count = 2 * len(chains[0])
             metrics = daemon.metrics()
             assert metrics[CXL_HITS] == count
-            assert metrics.get(PROMOTED, 0) == 0
+            assert metrics.get(PROMOTED, 0) == (count if on_gpu else 0)
         finally:
             engine.close()

@@ -355,8 +355,10 @@ class BlockManager:
     def _on_slots_corrupt(self, event: ev.SlotsCorrupt, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         places = residency.tier.allocator.places_of(event.slots)
+        lost = self._ladder.lose_uncompared(residency, event.slots)
         hashes = residency.void_places(places)
         return [
+            *lost,
             ins.WriteGone(event.namespace, event.slots),
             *_removed(event.namespace, TierName.DRAM, hashes, RemovedFor.CORRUPT),
             ins.Continue(ev.SweepVoid()),
@@ -422,8 +424,7 @@ class BlockManager:
         return self._ladder.rungs[event.tier].lower.on_changed(event, now)
 
     def _on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
-        demotions = self._ladder.rungs[event.tier].demotions
-        return [*demotions.on_demoted(event, now), *self._move(now)]
+        return [*self._ladder.on_demoted(event, now), *self._move(now)]
 
     def _on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
         return [*self._promotions.on_promoted(event, now), *self._move(now)]

@@ -13,7 +13,7 @@ class CxlMetrics:
         direction = {"direction": TRANSFERS}
         self.transferred_blocks = registry.counter(
             "kvtier_cxl_transferred_blocks_total",
-            "Blocks copied between DRAM and the CXL tier. corrupt: somebody wrote into either.",
+            "Blocks copied between DRAM and the CXL tier. corrupt: there was none any more.",
             {**direction, "outcome": ("done", "corrupt")},
         )
         seconds = registry.histogram(

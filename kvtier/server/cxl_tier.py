@@ -1,10 +1,9 @@
 """The shell's side of the CXL tier: memory populated in threads, blocks copied to it and back.
 
 It is opened once all of its memory is there, and gone with the daemon. Blocks reach engines through
-DRAM: they are promoted, and compared with their checksum on the way; or engines that have mapped
-the tier copy them from there (segment_offers.py): then they were compared as they came down. A
-copy between two memories can neither fail nor hang as a disk can; what can be wrong is what
-somebody else wrote there.
+DRAM, or engines that have mapped the tier copy them from there (segment_offers.py). A copy between
+two memories can neither fail nor hang as a disk can. A block's checksum goes with it both ways and
+is compared where the block leaves memory, as for what never left DRAM (decision 0013).
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
 from kvtier.memory import Bytes
 from kvtier.pools.cxl import (
-    CopySummed,
+    CopyBatch,
     CxlMemory,
     MeasuredSpeed,
-    copy_compared,
     measure_speed,
 )
 from kvtier.pools.cxl_slots import CxlSlots
@@ -207,7 +205,6 @@ class CxlKeeper:
         batch = _Batch(
             asked=asked,
             checksums=checksums,
-            payload_bytes=self._dram.views(slots[0])[0].nbytes,
             upper=[view for slot in slots for view in self._dram.padded_views(slot)],
             lower=[
                 view
@@ -222,7 +219,7 @@ class CxlKeeper:
     def _copy(self, batch: _Batch) -> None:
         """In a thread."""
         try:
-            outcomes = batch.run(self._memory.copy_summed)
+            outcomes = batch.run(self._memory.copy_batch)
         except BaseException as error:  # noqa: BLE001  # A mistake of ours ends the daemon.
             self._in_loop(partial(self._base.core.fail, error))
             return
@@ -237,10 +234,6 @@ class CxlKeeper:
         metrics.cxl.transfer_seconds[batch.direction].observe(
             self._base.clock.now() - batch.began_at
         )
-        if isinstance(asked, Demote):
-            metrics.blocks.corrupt_blocks.inc(
-                corrupt_count
-            )  # Somebody wrote into committed memory.
         if self._is_over:
             return
         kind = Demoted if isinstance(asked, Demote) else Promoted
@@ -265,8 +258,7 @@ class _Batch:
     """Blocks on their way; the core keeps both ends taken until it hears of their end."""
 
     asked: Demote | Promote
-    checksums: _Checksums  # What the payloads must be.
-    payload_bytes: int  # Of a shard; the rest of its view is padding.
+    checksums: _Checksums  # Of the payloads; they go with the bytes.
     upper: Sequence[Bytes]  # All shards of all blocks with their padding, in DRAM …
     lower: Sequence[Bytes]  # … and in the tier.
     began_at: float
@@ -275,16 +267,10 @@ class _Batch:
     def direction(self) -> str:
         return "demote" if isinstance(self.asked, Demote) else "promote"
 
-    def run(self, copy_summed: CopySummed) -> _Outcomes:
-        """Copy, and compare what has arrived with what it must be."""
+    def run(self, copy_batch: CopyBatch) -> _Outcomes:
+        """Copy. What has no checksum is no block: its slot was given up since it was asked for."""
         targets, sources = self.lower, self.upper
         if isinstance(self.asked, Promote):
             targets, sources = sources, targets
-        right = copy_compared(
-            copy_summed,
-            targets,
-            sources,
-            payload_bytes=self.payload_bytes,
-            checksums=self.checksums,
-        )
-        return np.where(right, _DONE, _CORRUPT)
+        copy_batch(targets, sources)
+        return np.where(self.checksums != 0, _DONE, _CORRUPT)

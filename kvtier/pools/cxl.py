@@ -28,6 +28,8 @@ CopyBatch = Callable[[Sequence[Bytes], Sequence[Bytes]], None]
 
 # A node without processors has few users but us; the kernel's own part is taken off already.
 RESERVE_BYTES = 16 << 20
+# Engines give up what a former daemon lent them as soon as they see that it is gone.
+_LENT_SECONDS_MAX = 5.0
 # More than most processors' caches hold, in pieces, as far as the time goes.
 _MEASURE_BYTES_MAX = 64 << 20
 _MEASURE_PIECE_BYTES = 4 << 20
@@ -136,6 +138,7 @@ class DaxMemory:
             slab_bytes=slab_bytes,
             generation=generation,
             is_single_tenant=is_single_tenant,
+            wait_seconds=_LENT_SECONDS_MAX if is_single_tenant else 0.0,
         )
         self.label = self.source.name
         self.slab_bytes = slab_bytes

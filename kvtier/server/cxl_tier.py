@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 
 # Copies of one thread reach the bandwidth of most CXL devices; two keep both ways busy.
 COPY_THREADS = 2
+# A slab may be refused because engines still map what the daemon before lent them: they give it up
+# as soon as they see that it is gone.
+ASK_AGAIN_SECONDS = 2.0
+ASK_AGAIN_COUNT = 3
 _DONE, _CORRUPT = np.uint8(TransferOutcome.DONE), np.uint8(TransferOutcome.CORRUPT)
 _Checksums = npt.NDArray[np.uint64]
 _Outcomes = npt.NDArray[np.uint8]
@@ -57,6 +61,7 @@ class CxlKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slabs: list[Slab] = []
         self._missing_count = memory.slab_count_max  # Neither populated nor refused yet.
+        self._ask_again_count = ASK_AGAIN_COUNT
         self._slots: CxlSlots | None = None
         self._is_measuring = False
         self._is_over = False
@@ -113,11 +118,22 @@ class CxlKeeper:
             self._slabs.append(outcome)
         if self._missing_count or self._is_over:
             return
+        refused_count = self._memory.slab_count_max - len(self._slabs)
+        if refused_count and self._ask_again_count:
+            assert self._loop is not None, "the cxl tier was not started"
+            self._ask_again_count -= 1
+            self._missing_count = refused_count
+            self._loop.call_later(ASK_AGAIN_SECONDS, self._ask_again, refused_count)
+            return
         if not self._slabs:
             log.error("the cxl tier is off: it has no memory", extra={"memory": self.label})
             return
         self._is_measuring = True
         self._threads.submit(self._measure, self._slabs[0])
+
+    def _ask_again(self, count: int) -> None:
+        if not self._is_over:
+            self._stock.request(count)
 
     def _measure(self, slab: Slab) -> None:
         """In a thread, before anything lies in the slab."""

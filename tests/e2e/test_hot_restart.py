@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.client import Client
+from kvtier.io.nodes import read_nodes
 from kvtier.pools.remote.files import prepare_root
 from kvtier.types import Role
 from tests.support.daemon import RunningDaemon, running_daemon
@@ -25,7 +26,13 @@ from tests.support.kv_subscriber import Subscriber
 from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
 from tests.support.other_build import NEXT_VERSION, make_next_build
 from tests.support.parking_places import HolderProcess
-from tests.support.processes import Engine, Engines, engine_processes, eventually
+from tests.support.processes import (
+    CallFailed,
+    Engine,
+    Engines,
+    engine_processes,
+    eventually,
+)
 
 pytestmark = pytest.mark.slow
 rare = pytest.mark.torture  # `make test` has eight seconds for all of this.
@@ -353,6 +360,52 @@ def test_with_all_four_tiers_memory_is_taken_over_and_the_others_join(
         for label in labels:
             assert engine.ask("onboard", label=label, count=COUNT)["count"] == COUNT
         check(daemon)
+
+
+@rare
+@pytest.mark.parametrize("ending", [kill, end])
+def test_with_a_tier_that_engines_read_memory_is_taken_over_and_the_tier_begins_anew(
+    holder: HolderProcess, engines: Engines, ending: Callable[[RunningDaemon], None]
+) -> None:
+    node = next((one.index for one in read_nodes() if one.memory_bytes), None)
+    if node is None:
+        pytest.skip("the kernel tells nothing of NUMA nodes")
+    options = {
+        "cxl.node": str(node),
+        "cxl.bytes": "32MiB",
+        "cxl.slab_bytes": "2MiB",
+        "cxl.single_tenant": "true",
+        "cxl.onboard": "direct",
+    }
+    labels = [f"chain {number}" for number in range(16)]  # Twice what is in memory.
+    with kept_daemon(holder, options, dram_bytes="8MiB", slab_bytes="2MiB") as daemon:
+        wait_metric(daemon, 'kvtier_cxl_state{state="on"}', 1)
+        engine = engines.start(daemon.socket, maps_segments=1)
+        for number, label in enumerate(labels, start=1):
+            assert engine.ask("offload", label=label, count=COUNT)["count"] == COUNT
+            wait_metric(daemon, 'kvtier_tier_blocks{tier="cxl"}', number * COUNT)
+        assert engine.ask("lease", label=labels[0], count=COUNT)["direct"] == COUNT
+        ending(daemon)
+        assert read_leased(engine, labels[0]) in (COUNT, "StaleSlot")
+        daemon.start()
+        wait_metric(daemon, 'kvtier_cxl_state{state="on"}', 1)
+        wait_matched(daemon, labels[-1])
+        wait_mapped(engine)
+        assert read_leased(engine, labels[0]) == "StaleSlot"
+        assert engine.ask("lease", label=labels[0], count=COUNT)["count"] == 0, "it was there only"
+        assert engine.ask("onboard", label=labels[-1], count=COUNT)["count"] == COUNT
+        for label in ("new 0", *labels[:8]):
+            assert engine.ask("offload", label=label, count=COUNT)["count"] == COUNT
+        eventually(lambda: engine.ask("lease", label="new 0", count=COUNT)["direct"] == COUNT, "it")
+        assert read_leased(engine, "new 0") == COUNT
+        check(daemon)
+
+
+def read_leased(engine: Engine, label: str) -> int | str:
+    try:
+        return int(engine.ask("read_leased", label=label)["count"])
+    except CallFailed as error:
+        return str(error).partition(":")[0]
 
 
 @pytest.mark.full_form

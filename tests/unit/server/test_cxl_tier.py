@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from kvtier.namespace import NamespaceSpec
 from kvtier.pools.cxl import EmulatedMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.pool import SlabBinding
-from kvtier.pools.slabs import PageKind, populate_slab
+from kvtier.pools.slabs import PageKind, Slab, populate_slab
+from kvtier.pools.source import MemorySource
+from kvtier.server import cxl_tier
 from kvtier.server.base import Base
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.cxl_tier import CxlKeeper
@@ -162,6 +165,32 @@ def test_blocks_go_down_and_come_back_with_every_byte(tmp_path: Path) -> None:
                 ):
                     assert np.array_equal(before, after)
             assert rig.keeper.block_counts == {"demote": 0, "promote": 0}
+        finally:
+            rig.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("refused_count", [1, 2])
+def test_memory_that_engines_still_have_of_the_daemon_before_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_count: int
+) -> None:
+    refusals = iter([OSError(errno.ENOMEM, "lent")] * refused_count)
+    populate = MemorySource.populate
+
+    def refusing(*given: Any, **named: Any) -> Slab:
+        if (error := next(refusals, None)) is not None:
+            raise error
+        return populate(*given, **named)
+
+    monkeypatch.setattr(MemorySource, "populate", refusing)
+    monkeypatch.setattr(cxl_tier, "ASK_AGAIN_SECONDS", 0.01)
+
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        try:
+            await rig.open()  # All of it is there.
+            assert rig.keeper.state == "on"
         finally:
             rig.close()
 

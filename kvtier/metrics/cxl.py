@@ -30,6 +30,11 @@ class CxlMetrics:
             "1 while engines that have mapped the CXL tier copy blocks from it themselves.",
             {},
         )
+        self.direct_blocks = registry.counter(
+            "kvtier_cxl_direct_blocks_total",
+            "Blocks leased to engines as they lie in the CXL tier.",
+            {},
+        )
         self.state = registry.gauge(
             "kvtier_cxl_state",
             "1 for the state that the CXL tier is in: off when it has got no memory at all.",

@@ -174,6 +174,8 @@ class EngineCalls:
             await send(self._late(namespace, request))
             return
         self._note_acquire(namespace.id, hashes, granted.cut, granted.leased_count, granted.tiers)
+        if granted.is_direct is not None:
+            self._metrics.cxl.direct_blocks.inc(int(granted.is_direct.sum()))
         ready = pb.AcquireReady(
             lease_id=granted.lease or 0,
             leased_count=granted.leased_count,

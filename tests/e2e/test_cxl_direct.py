@@ -86,6 +86,7 @@ def test_blocks_are_read_where_they_lie_and_hits_are_counted_as_the_tiers() -> N
         assert metrics[CXL_HITS] == 3 * CHAIN
         assert metrics.get(PROMOTED, 0) == 0, "nothing was copied up"
         assert metrics["kvtier_cxl_direct_info"] == 1
+        assert metrics["kvtier_cxl_direct_blocks_total"] == 3 * CHAIN
         asked = metrics['kvtier_asked_blocks_total{call="acquire"}']
         hits = sum(
             value

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -231,7 +230,7 @@ def _open_locked(device: DaxDevice, wait_seconds: float = 0.0) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            time.sleep(min(wait_seconds, _LOCK_POLL_SECONDS))
+            threading.Event().wait(min(wait_seconds, _LOCK_POLL_SECONDS))
         else:
             return fd
     os.close(fd)

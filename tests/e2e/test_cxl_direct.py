@@ -19,6 +19,9 @@ from tests.support.known_blocks import SHARD_BYTES
 from tests.support.nvme_daemon import wait_metric
 from tests.support.processes import CallFailed, Engine, engine_processes, eventually
 
+pytestmark = pytest.mark.slow
+rare = pytest.mark.torture  # `make test` has fifteen seconds for all of this.
+
 CHAIN = 8
 DRAM_BYTES = 8 << 20
 CXL_BYTES = 32 << 20
@@ -97,6 +100,7 @@ def test_blocks_are_read_where_they_lie_and_hits_are_counted_as_the_tiers() -> N
         assert "onboard=direct" in daemon.log_text.replace('"', "")
 
 
+@rare
 def test_a_client_that_does_not_know_segments_is_served_through_dram() -> None:
     with running() as daemon, engine_processes() as engines:
         engine = engines.start(daemon.socket)
@@ -142,7 +146,7 @@ def test_bytes_stay_right_for_an_engine_whose_daemon_is_killed() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "fake GPU"])
-@pytest.mark.parametrize("shard_count", [1, 2])
+@pytest.mark.parametrize("shard_count", [1, pytest.param(2, marks=rare)])
 def test_connector_onboards_from_the_tier_and_with_a_gpu_through_dram(
     shard_count: int, on_gpu: bool
 ) -> None:

@@ -213,6 +213,13 @@ class NvmeConfig:
         "What the disks may be written in a day for the years that they shall last; only metrics "
         "compare with it. auto: the whole pool once.",
     )
+    key_file: str = option(
+        "",
+        Text(4096),
+        "File of keys, made with `kvtier key FILE`: blocks, and what the slot table says of them, "
+        "are encrypted and authenticated (AES-256-GCM); what was written without, or with a key "
+        "that is not in the file any more, is a miss. Empty: not encrypted.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

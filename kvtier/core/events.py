@@ -264,6 +264,7 @@ class LowerOpened:
     is_writable: bool = True
     tier: TierName = TierName.NVME
     is_direct: bool = False  # Engines may be leased its slots as they are.
+    key_id: int = 0  # Of the key that new segments are sealed with; 0 for none.
 
 
 @dataclass(frozen=True, slots=True)

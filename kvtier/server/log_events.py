@@ -85,9 +85,11 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "replay request not understood": LogEvent("warning", "of KV events", ("frames",)),
     "making nvme pool": LogEvent("info", "the first start", ("paths", "bytes")),
-    "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean")),
+    "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean", "key_id")),
     "nvme pool read": LogEvent(
-        "info", "its blocks count from now on", ("blocks", "namespaces", "seconds")
+        "info",
+        "its blocks count from now on",
+        ("blocks", "namespaces", "seconds", "locked_segments"),
     ),
     "nvme path is buffered: slower, and its pages take memory": LogEvent(
         "warning", "no O_DIRECT there", ("path", "reason")

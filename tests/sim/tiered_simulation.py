@@ -211,6 +211,7 @@ TWO_RUNGS = replace(
             batch_bytes=8 * SLOT_BYTES,
             retire_wait_seconds=1.0,
             prefetch_fraction_max=0.3,
+            is_compared=False,
         ),
         **TIERED.lower,
     },

@@ -108,10 +108,7 @@ MODES = {
             f"{MAKE_DEVDAX} > /dev/null",
         ),
         environment={"KVTIER_CXL_DAX": DAX},
-        tests=(
-            "tests/cxl/test_daemon.py::test_engines_read_a_tier_on_the_device_where_it_lies",
-            "tests/cxl/test_device.py",
-        ),
+        tests=("tests/cxl/test_device.py",),
     ),
 }
 

@@ -36,13 +36,17 @@ AWAITING = replace(CALM, nvme_wait_seconds_min=WAIT_SECONDS, nvme_wait_seconds_m
 ONES_OWN = {"cxl.single_tenant": "true", "cxl.onboard": "direct", "lease.grace_seconds": "0.1"}
 
 
-@contextlib.contextmanager
-def running(options: Mapping[str, str] = ONES_OWN) -> Iterator[RunningDaemon]:
+def node_of_this_machine() -> int:
     node = next((one.index for one in read_nodes() if one.memory_bytes), None)
     if node is None:
         pytest.skip("the kernel tells nothing of NUMA nodes")
+    return node
+
+
+@contextlib.contextmanager
+def running(options: Mapping[str, str] = ONES_OWN) -> Iterator[RunningDaemon]:
     settings = {
-        "cxl.node": str(node),
+        "cxl.node": str(node_of_this_machine()),
         "cxl.bytes": str(CXL_BYTES),
         "cxl.slab_bytes": str(SLAB_BYTES),
         **options,

@@ -167,6 +167,7 @@ def worker_client(
     kv_caches: Mapping[str, torch.Tensor],
     name: str,
 ) -> Client:
+    device = next(iter(kv_caches.values())).device
     return Client(
         options.socket,
         settings=CLIENT_SETTINGS,
@@ -174,7 +175,8 @@ def worker_client(
         role=Role.WORKER,
         shards=(place.shard,),
         name=name,
-        memory_node=memory_node(next(iter(kv_caches.values())).device),
+        memory_node=memory_node(device),
+        maps_segments=device.type == "cpu",  # Else they would have to be pinned.
     )
 
 

@@ -363,8 +363,16 @@ class FilesEngine:
             with suppress(FileNotFoundError):
                 return await work()
             await self._in_thread(os.stat, self._root / MARK_NAME)
-            await self._in_thread(partial(os.makedirs, folder, exist_ok=True))
+            await self._in_thread(self._make_folder, folder)
         raise OSError(errno.EBUSY, "the folder was removed again and again", str(folder))
+
+    def _make_folder(self, folder: Path) -> None:
+        """Never the root: it may have vanished since somebody looked. Raises OSError."""
+        path = self._root
+        for name in folder.relative_to(self._root).parts:
+            path /= name
+            with suppress(FileExistsError):
+                path.mkdir()
 
     async def _unlink_quietly(self, path: Path) -> None:
         with suppress(OSError):

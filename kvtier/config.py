@@ -18,6 +18,7 @@ from typing import cast
 
 from kvtier.config_events import EventsConfig, check_events
 from kvtier.config_remote import RemoteConfig, check_remote
+from kvtier.config_restart import RestartConfig, check_restart
 from kvtier.config_values import (
     ANY_NODE,
     AUTO,
@@ -205,6 +206,13 @@ class NvmeConfig:
         "What the disks may be written in a day for the years that they shall last; only metrics "
         "compare with it. auto: the whole pool once.",
     )
+    key_file: str = option(
+        "",
+        Text(4096),
+        "File of keys, made with `kvtier key FILE`: blocks, and what the slot table says of them, "
+        "are encrypted and authenticated (AES-256-GCM); what was written without, or with a key "
+        "that is not in the file any more, is a miss. Empty: not encrypted.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +296,7 @@ class Config:
     nvme: NvmeConfig = NvmeConfig()
     remote: RemoteConfig = RemoteConfig()
     kv_events: EventsConfig = EventsConfig()
+    restart: RestartConfig = RestartConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
@@ -301,6 +310,7 @@ Section = (
     | NvmeConfig
     | RemoteConfig
     | EventsConfig
+    | RestartConfig
     | LeaseConfig
     | GrpcConfig
     | AdminConfig
@@ -380,6 +390,7 @@ def _check_together(config: Config) -> None:
     _check_cxl(config.cxl)
     check_remote(config.remote)
     check_events(config.kv_events)
+    check_restart(config.restart)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())

@@ -133,7 +133,7 @@ def _measure(
         generation=int.from_bytes(os.urandom(8), sys.byteorder),
     )
     driver = FileDriver(path, depth=arguments.depth)
-    bench = _NvmeBench(NvmePool([driver]))
+    bench = NvmeBench(NvmePool([driver]))
     try:
         if not driver.is_direct:
             say(f"not direct, the page cache is measured: {driver.buffered_reason}")
@@ -161,7 +161,7 @@ def _measure(
     return figures, TARGETS, str(bench.huge.kind)
 
 
-def _round(bench: _NvmeBench, fio: Fio | None, turn: int) -> _Round:
+def _round(bench: NvmeBench, fio: Fio | None, turn: int) -> _Round:
     """Every kind of pass, some of them twice. What fio writes is written over by the pool before
     it is read."""
     found = _Round()
@@ -181,7 +181,7 @@ def _round(bench: _NvmeBench, fio: Fio | None, turn: int) -> _Round:
     return found
 
 
-def _figures(bench: _NvmeBench, rounds: Sequence[_Round]) -> dict[str, object]:
+def _figures(bench: NvmeBench, rounds: Sequence[_Round]) -> dict[str, object]:
     figures: dict[str, object] = {}
     for side in ("write", "read"):
         figures[f"{side}_gbps"] = median(one.gbps(side) for one in rounds)
@@ -227,7 +227,9 @@ class _Round:
         return 1e6 * sum(one.cpu_seconds for one in self.passes[name]) / blocks
 
 
-class _NvmeBench:
+class NvmeBench:
+    """All slots of one pool, written and read again and again."""
+
     def __init__(self, pool: NvmePool) -> None:
         self.pool = pool
         pool.recover({})
@@ -246,13 +248,14 @@ class _NvmeBench:
         slots: list[Slots] = []
         under_way: list[tuple[Batch, Slots, Checksums]] = []
         wall, cpu = time.perf_counter(), time.process_time()
-        for number in range(self.count // BATCH_COUNT):
-            place = number % RING_BATCHES * BATCH_COUNT
+        for first in range(0, self.count, BATCH_COUNT):
+            count = min(BATCH_COUNT, self.count - first)
+            place = first % (RING_BATCHES * BATCH_COUNT)
             if len(under_way) == RING_BATCHES:
                 slots.append(self._commit(*under_way.pop(0)))
-            reserved = reserve(self.pool, self._book, _FINGERPRINT, _LAYOUT, BATCH_COUNT)
-            blocks = ring.blocks[place : place + BATCH_COUNT]
-            checksums = ring.checksums[place : place + BATCH_COUNT]
+            reserved = reserve(self.pool, self._book, _FINGERPRINT, _LAYOUT, count)
+            blocks = ring.blocks[place : place + count]
+            checksums = ring.checksums[place : place + count]
             batch = self.pool.write_blocks(reserved.slots, blocks, checksums)
             under_way.append((batch, reserved.slots, checksums))
         slots.extend(self._commit(*one) for one in under_way)
@@ -268,13 +271,12 @@ class _NvmeBench:
         self._chance.shuffle(order)
         under_way: list[Batch] = []
         wall, cpu = time.perf_counter(), time.process_time()
-        for number in range(self.count // BATCH_COUNT):
-            place = number % RING_BATCHES * BATCH_COUNT
+        for first in range(0, self.count, BATCH_COUNT):
+            place = first % (RING_BATCHES * BATCH_COUNT)
             if len(under_way) == RING_BATCHES:
                 _assert_done(under_way.pop(0))
-            first = number * BATCH_COUNT
             slots = np.array(order[first : first + BATCH_COUNT], np.uint32)
-            blocks = ring.blocks[place : place + BATCH_COUNT]
+            blocks = ring.blocks[place : place + len(slots)]
             under_way.append(self.pool.read_blocks(slots, blocks))
         for batch in under_way:
             _assert_done(batch)

@@ -23,6 +23,7 @@ from kvtier.io.alignment import aligned_buffer
 from kvtier.io.driver import Outcome
 from kvtier.layout import SlotLayout
 from kvtier.memory import Bytes
+from kvtier.pools.key_file import sealer_from
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.nvme_paths import open_paths
 from kvtier.pools.nvme_recovery import RecoveredBlocks
@@ -37,11 +38,17 @@ _BAR_SECONDS = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="all paths of the pool")
+    parser.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="the keys of a pool that is encrypted"
+    )
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    pool = NvmePool(open_paths(arguments.paths, writable=False), writable=False)
+    make_sealer = None if arguments.key_file is None else sealer_from(arguments.key_file)
+    pool = NvmePool(
+        open_paths(arguments.paths, writable=False), writable=False, make_sealer=make_sealer
+    )
     try:
         found = pool.recover(None)
         outcomes, bad, payload_bytes = _verify(pool, found)
@@ -51,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     figures = {
         "paths": [str(path) for path in arguments.paths],
         "was_clean": pool.was_clean,
+        "locked_segments": pool.locked_count,
         "segments_used": len(found.lives),
         "segments": pool.geometry.segment_count * pool.geometry.path_count,
         "blocks": len(found.slots),
@@ -111,7 +119,8 @@ def _batches(pool: NvmePool, slots: Slots) -> Iterator[tuple[SlotLayout, Slots]]
 
 
 def _views(buffer: Bytes, layout: SlotLayout, count: int) -> list[list[Bytes]]:
-    rows = buffer[: count * layout.slot_bytes].reshape(
+    block_bytes = layout.shard_count * layout.padded_shard_bytes
+    rows = buffer[: count * block_bytes].reshape(
         count, layout.shard_count, layout.padded_shard_bytes
     )
     return [list(row) for row in rows]

@@ -32,6 +32,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command("kvtier.cli.serve", "run the daemon"),
+    "hold": Command("kvtier.cli.hold", "keep a daemon's memory while it is restarted"),
     "stats": Command("kvtier.cli.stats", "show what a daemon holds and has done"),
     "top": Command("kvtier.cli.top", "watch a daemon in the terminal"),
     "check": Command("kvtier.cli.check", "verify the invariants of a running daemon"),
@@ -41,6 +42,7 @@ COMMANDS = {
     "match": Command("kvtier.cli.match", "say how much of a file is resident"),
     "list": Command("kvtier.cli.list_blocks", "list the resident blocks, each with its tiers"),
     "format": Command("kvtier.cli.format", "make an NVMe pool of files or devices"),
+    "key": Command("kvtier.cli.key", "make a key that the NVMe tier is encrypted with"),
     "fsck": Command("kvtier.cli.fsck", "verify every block of an NVMe pool that is not in use"),
     "probe": Command("kvtier.cli.probe", "say what this machine has, and propose a configuration"),
     "size": Command("kvtier.cli.size", "say how much KV a model has and what a tier holds of it"),

@@ -16,6 +16,7 @@ def book_of(pool: NvmePool) -> SegmentBook:
         row_count_max=geometry.row_count_max,
         lane_count=geometry.path_count,
         sequence_first=pool.sequence_first,
+        key_id=pool.key_id,
     )
 
 

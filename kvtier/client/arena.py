@@ -9,19 +9,22 @@ Invariants:
   (3) `wait_quiet(session)` returns True only when no hold under that session is open, none can
       open afterwards, and every slab that was mapped under it, were it our own, is unmapped.
 
-After a reconnect the daemon offers its slabs anew and they are mapped anew: to keep the old
-mappings would be faster, but then nobody could say what Quiet about the old session is true of.
+After a reconnect the daemon offers its slabs anew. Where its memory outlives it, a slab whose file
+is still mapped is not mapped again, nor pinned: it is *kept*, for nobody to use, until it becomes
+one of the new session or is given up. Quiet about the old session waits for either, and for the
+last view that was given out under it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +37,8 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 # How often a slab is looked at that somebody still holds a view of.
 LEAVING_POLL_SECONDS = 0.05
+# Offers come with the answer to each namespace; what is not offered by then is not any more.
+KEPT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +48,14 @@ class Slab:
     offer: pb.SlabOffered
     session: SessionRef  # Our own session that it was offered to.
     mapping: Mapping
+    file: tuple[int, int]  # Device and inode: no other file has them while this one is mapped.
+    # What every view under this session is one of, so that it lives as long as they do. None while
+    # the slab is kept for another session.
+    array: Bytes | None
+
+    def is_of(self, file: tuple[int, int], length_bytes: int) -> bool:
+        """Whether this mapping shows the whole of that file's first bytes."""
+        return self.file == file and self.mapping.length_bytes == length_bytes
 
 
 class SlabPins(Protocol):
@@ -66,10 +79,11 @@ class _Rows:
         self.slot_firsts = [slab.offer.slot_first for slab in ordered]
         self.slot_count = sum(slab.offer.slot_count for slab in ordered)
         self._rows = [
-            slab.mapping.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
+            slab.array[: slab.offer.slot_count * slab.offer.slot_bytes].reshape(
                 slab.offer.slot_count, slab.offer.slot_bytes
             )
             for slab in ordered
+            if slab.array is not None
         ]
 
     def row(self, slot: int) -> Bytes:
@@ -87,6 +101,8 @@ class ArenaTable:
         self._changed = threading.Condition()
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
+        self._kept: dict[tuple[int, int], Slab] = {}  # Refused; of sessions that are lost.
+        self._lent: list[tuple[SessionRef, weakref.ref[Bytes]]] = []  # Of slabs kept since.
         self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
         self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
@@ -106,25 +122,57 @@ class ArenaTable:
                 self._refused.clear()
                 self._generation = generation
 
-    def void_all(self) -> None:
-        """Our session is lost or ends: refuse every slab; pages go with their last view."""
+    def void_all(self, *, keeps: bool = False) -> None:
+        """Our session is lost or ends: refuse every slab; pages go with their last view, or stay
+        (`keeps`) for the next session."""
         with self._changed:
-            self._leaving += self._slabs.values()
+            if keeps:
+                self._lent += [
+                    (slab.session, weakref.ref(slab.array))
+                    for slab in self._slabs.values()
+                    if slab.array is not None
+                ]
+                self._kept |= {key: replace(one, array=None) for key, one in self._slabs.items()}
+            else:
+                self._leave(*self._slabs.values(), *self._kept.values())
+                self._kept.clear()
             self._slabs.clear()
             self._rows.clear()
             self._reap()
 
+    def end_kept(self) -> None:
+        """What was kept and has not been offered again is no more."""
+        with self._changed:
+            self._leave(*self._kept.values())
+            self._kept.clear()
+            self._reap()
+
+    @property
+    def has_kept(self) -> bool:
+        return bool(self._kept)
+
     def add(self, offer: pb.SlabOffered, fd: int, session: SessionRef) -> None:
-        """Map an offered slab; the fd stays the caller's. Raises BadFrame, OSError."""
-        _check_offer(offer, os.fstat(fd).st_size)
+        """Map an offered slab, if it is not mapped still; the fd stays the caller's.
+
+        Raises BadFrame, OSError.
+        """
+        found = os.fstat(fd)
+        _check_offer(offer, found.st_size)
+        file = (found.st_dev, found.st_ino)
         with self._changed:
             key = (offer.shard, offer.slab_id)
             if key in self._slabs:
                 raise BadFrame(f"slab {offer.slab_id} of shard {offer.shard} was offered twice")
-            slab = Slab(offer, session, Mapping(fd, offer.slab_bytes))
-            self._slabs[key] = slab
-            if self._pins is not None:
-                self._pins.add(slab.mapping.address, slab.mapping.length_bytes)
+            kept = self._kept.pop(key, None)
+            if kept is not None and kept.is_of(file, offer.slab_bytes):
+                mapping = kept.mapping
+            else:
+                if kept is not None:
+                    self._leave(kept)
+                mapping = Mapping(fd, offer.slab_bytes)
+                if self._pins is not None:
+                    self._pins.add(mapping.address, mapping.length_bytes)
+            self._slabs[key] = Slab(offer, session, mapping, file, mapping.array)
             self._rebuild(offer.namespace_id, offer.shard)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
@@ -132,7 +180,7 @@ class ArenaTable:
         with self._changed:
             slab = self._slabs.pop((shard, slab_id), None)
             if slab is not None:
-                self._leaving.append(slab)
+                self._leave(slab)
                 self._rebuild(slab.offer.namespace_id, shard)
 
     def take_unmapped(self, session: SessionRef) -> list[pb.SlabOffered]:
@@ -164,9 +212,18 @@ class ArenaTable:
                 self._changed.wait(LEAVING_POLL_SECONDS)
             return not self._is_touched(session)
 
+    def _leave(self, *slabs: Slab) -> None:
+        """Nobody gets a view of them any more; those that there are keep their pages."""
+        self._leaving += [replace(slab, array=None) for slab in slabs]
+
     def _is_touched(self, session: SessionRef) -> bool:
-        slabs = [*self._slabs.values(), *self._leaving]
-        return self._held[session] > 0 or any(slab.session == session for slab in slabs)
+        slabs = [*self._slabs.values(), *self._kept.values(), *self._leaving]
+        self._lent = [one for one in self._lent if one[1]() is not None]
+        return (
+            self._held[session] > 0
+            or any(slab.session == session for slab in slabs)
+            or any(lent_to == session for lent_to, _ in self._lent)
+        )
 
     def _reap(self) -> None:
         """Unmap what nobody holds a view of, and no device."""
@@ -194,7 +251,7 @@ class ArenaTable:
         with self._changed:
             assert self._pins is None, "slabs are pinned for one device"
             self._pins = pins
-            for slab in [*self._slabs.values(), *self._leaving]:
+            for slab in [*self._slabs.values(), *self._kept.values(), *self._leaving]:
                 pins.add(slab.mapping.address, slab.mapping.length_bytes)
 
     def views(

@@ -53,6 +53,7 @@ class OpenSession:
     lease_ns_max: int
     grpc_address: str
     rpc: Rpc = field(repr=False, compare=False)
+    keeps_memory: bool = False  # Slabs stay mapped when the connection breaks.
 
 
 class Link:
@@ -232,7 +233,8 @@ class Link:
             for namespace in self._namespaces.values():
                 namespace.state = None
                 namespace.error = None  # The next session asks anew.
-        self.arenas.void_all()
+        keeps = session is not None and session.keeps_memory and not self._closing
+        self.arenas.void_all(keeps=keeps)
 
     def probe_answered(self, session: OpenSession) -> None:
         self._move(session, BreakerEvent.ANSWERED)

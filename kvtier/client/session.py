@@ -27,6 +27,8 @@ from kvtier.v1 import kvtier_pb2 as pb
 logger = logging.getLogger("kvtier.client")
 
 JOIN_SECONDS = 5.0
+# A daemon that is away for longer may not come back: its memory must not be ours for ever.
+KEPT_ABSENT_SECONDS = 60.0
 
 
 class Waker:
@@ -153,16 +155,23 @@ class SessionKeeper:
             # Our own mistake: the engine goes on without kvtier.
             logger.exception("the session's thread failed; this client stays unavailable")
             self._link.session_lost("the session's thread failed")
+            self._link.arenas.end_kept()
             self._link.start_closing()
             raise
 
     def _keep(self) -> None:
         backoff = _backoff(self._link)
+        seen_at = self._link.clock.now()
         while not self._link.is_closing():
             opened_at = self._link.clock.now()
+            if opened_at - seen_at > KEPT_ABSENT_SECONDS:
+                self._link.arenas.end_kept()
             try:
                 self._link.session_opened(self._door.open())
-                self._serve()
+                try:
+                    self._serve()
+                finally:
+                    seen_at = self._link.clock.now()
             except (OSError, KVTierError) as error:
                 self._log_absence(error)
                 self._link.session_lost(f"{type(error).__name__}: {error}")
@@ -175,6 +184,7 @@ class SessionKeeper:
             if self._link.clock.now() - opened_at > self._link.settings.retry_seconds_max:
                 backoff.reset()
             self._pause(backoff.next_seconds())
+        self._link.arenas.end_kept()
 
     def _serve(self) -> None:
         """Returns when the client closes or the session must be replaced."""

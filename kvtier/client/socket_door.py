@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from kvtier.client import codec, session_socket
-from kvtier.client.arena import LEAVING_POLL_SECONDS
+from kvtier.client.arena import KEPT_SECONDS, LEAVING_POLL_SECONDS
 from kvtier.client.doors import Identity, SessionEnded, is_protocol_known
 from kvtier.client.forks import fork_guard
 from kvtier.client.lane import Lane
@@ -47,6 +47,7 @@ class SocketDoor:
         self._current: SessionRef | None = None
         self._token = b""
         self._generation = 0
+        self._opened_at = 0.0
         self._unsent: deque[pb.ClientFrame] = deque()
         self._asked: set[int] = set()  # Namespaces asked for in this session.
         self._quiets_sent: set[int] = set()
@@ -110,7 +111,9 @@ class SocketDoor:
             lease_ns_max=opened.lease_ms_max * 1_000_000,
             grpc_address=address,
             rpc=self._rpc,
+            keeps_memory=opened.keeps_memory,
         )
+        self._opened_at = self._link.clock.now()
         self._last, self._current, self._token = session, session.ref, opened.token
         return session
 
@@ -156,8 +159,9 @@ class SocketDoor:
 
     @property
     def due_seconds(self) -> float | None:
-        """A withdrawn slab whose views are in use must be looked at again."""
-        return LEAVING_POLL_SECONDS if self._link.arenas.is_leaving else None
+        """A withdrawn slab whose views are in use must be looked at again, and a kept one."""
+        arenas = self._link.arenas
+        return LEAVING_POLL_SECONDS if arenas.is_leaving or arenas.has_kept else None
 
     @property
     def has_unsent(self) -> bool:
@@ -171,6 +175,8 @@ class SocketDoor:
                 frame = pb.OpenNamespace(spec=message, about=namespace.about)
                 self._unsent.append(pb.ClientFrame(open_namespace=frame))
         assert self._current is not None
+        if self._link.clock.now() - self._opened_at > KEPT_SECONDS:
+            self._link.arenas.end_kept()
         for offer in self._link.arenas.take_unmapped(self._current):
             unmapped = pb.SlabUnmapped(slab_id=offer.slab_id, shard=offer.shard)
             self._unsent.append(pb.ClientFrame(slab_unmapped=unmapped))

@@ -81,7 +81,10 @@ class Adoption:
         of the work, are like all others."""
         slab_set = next(one for one, until in self._until.items() if until <= now)
         del self._until[slab_set]
-        residency = self._namespaces[self._ledger.sets[slab_set].namespace]
+        found = self._ledger.sets.get(slab_set)
+        if found is None:
+            return  # All of it was free, and it has been given up since.
+        residency = self._namespaces[found.namespace]
         places = residency.tier.allocator.places_of_set(slab_set)
         self._let_go(residency.facts.namespace, places)
         residency.announce_leaves(places)
@@ -191,6 +194,9 @@ class Adoption:
         slots = event.slots[start : start + len(hashes)]
         places = residency.tier.allocator.places_of(slots)
         void = self._are_void(event.namespace, places)
+        for one in self._ledger.sets_of(event.namespace):
+            if one.withdrawn:  # It is being emptied: nothing is to come into it.
+                void &= (slots < one.slot_first) | (slots >= one.slot_first + one.slot_count)
         kept = np.ones(len(hashes), dtype=np.bool_)
         rows = np.full(len(hashes), NOBODY, dtype=np.int32)
         parents = np.full(len(hashes), NOBODY, dtype=np.int32)

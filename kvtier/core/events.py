@@ -254,6 +254,7 @@ class LowerOpened:
     lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
     is_writable: bool = True
     tier: TierName = TierName.NVME
+    key_id: int = 0  # Of the key that new segments are sealed with; 0 for none.
 
 
 @dataclass(frozen=True, slots=True)

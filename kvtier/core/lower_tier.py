@@ -76,6 +76,7 @@ class LowerTier:
             row_count_max=event.row_count_max,
             lane_count=event.lane_count,
             sequence_first=event.sequence_first,
+            key_id=event.key_id,
         )
         self._book.adopt(event.lives)
         self.is_readable = True

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -87,10 +87,13 @@ class SegmentBook:
         row_count_max: int,
         lane_count: int = 1,
         sequence_first: int = 1,
+        key_id: int = 0,
     ) -> None:
+        """`key_id`: of the key that new segments are sealed with; 0 for none."""
         self.segment_bytes = segment_bytes
         self.segment_count = segment_count
         self.row_count_max = row_count_max
+        self._key_id = key_id
         self._sequences = itertools.count(sequence_first)
         self._lanes = lane_count
         self._free = [deque(range(lane, segment_count, lane_count)) for lane in range(lane_count)]
@@ -116,8 +119,8 @@ class SegmentBook:
         return sum(sum(segment.pins.values()) for segment in self._all())
 
     def slot_count(self, layout: SlotLayout) -> int:
-        """Slots that a segment has with this layout; 0 when a slot does not fit."""
-        return min(self.segment_bytes // layout.slot_bytes, self.row_count_max)
+        """Slots that a segment has for such blocks; 0 when a slot does not fit."""
+        return min(self.segment_bytes // self._here(layout).slot_bytes, self.row_count_max)
 
     def take_sequences(self, count: int) -> int:
         """The first of `count` numbers, higher than every one given before."""
@@ -144,6 +147,7 @@ class SegmentBook:
         then, with `reuse`, the oldest without pins, whose blocks are gone with that.
         """
         assert self.slot_count(layout) > 0, "a slot larger than a segment"
+        layout = self._here(layout)
         slots: list[int] = []
         bound: list[SegmentHeader] = []
         evicted: list[int] = []
@@ -152,7 +156,7 @@ class SegmentBook:
         while len(slots) < count and lanes_without < self._lanes:
             lane, turn = turn, (turn + 1) % self._lanes
             segment = self._filling.get((fingerprint, lane))
-            if segment is None or segment.is_full or segment.header.layout != layout:
+            if segment is None or segment.is_full or not self._suits(segment, layout):
                 self._make_free(lane, reuse, free_kept_count, evicted)
                 segment = self._bind(fingerprint, layout, lane, free_kept_count)
                 if segment is None:
@@ -352,6 +356,14 @@ class SegmentBook:
     def _oldest(self, lane: int) -> _Segment | None:
         return next((one for one in self._bound[lane].values() if not one.is_held), None)
 
+    def _here(self, layout: SlotLayout) -> SlotLayout:
+        """How such a block lies in this pool."""
+        return replace(layout, is_sealed=self._key_id != 0)
+
+    def _suits(self, segment: _Segment, layout: SlotLayout) -> bool:
+        """Whether it can be filled on; an adopted one may be of another key."""
+        return (segment.header.layout, segment.header.key_id) == (layout, self._key_id)
+
     def _make_free(self, lane: int, reuse: bool, free_kept_count: int, evicted: list[int]) -> None:
         """Give up the oldest segment of the lane if there is no free one to be bound."""
         if not reuse or (self._free[lane] and self.free_segment_count > free_kept_count):
@@ -373,6 +385,7 @@ class SegmentBook:
             layout=layout,
             slot_count=self.slot_count(layout),
             sequence=self.take_sequences(1),
+            key_id=self._key_id,
         )
         segment = _Segment(header, bytearray(header.slot_count))
         self._bound[lane][number] = segment

@@ -60,6 +60,10 @@ class DeviceBlockPool:
             self._forget(device_block)
         return taken
 
+    def hold_count(self, device_block: int) -> int:
+        """How many block tables, or copies, it is in. Who writes to one must be its only holder."""
+        return self._hold_counts[device_block]
+
     def hold(self, device_blocks: Iterable[int]) -> None:
         """One more holder for each block; a free cached block leaves the free queue."""
         for device_block in device_blocks:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.policy.preemption import Preemption
 
 # The default of vLLM 0.30 and later: with equal seeds both engines give equal block hashes, so a
 # router that follows one can follow the other. (The namespace still keeps their KV apart.)
@@ -39,6 +42,13 @@ class ModelConfig:
         return self.head_count // self.kv_head_count
 
 
+class Batching(StrEnum):
+    """When requests may join the running batch."""
+
+    ITERATION = "iteration"  # At every step (Orca: Yu et al., OSDI 2022).
+    STATIC = "static"  # When all of the last batch have ended; for comparison.
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How much an engine holds and does at once."""
@@ -49,6 +59,9 @@ class EngineConfig:
     step_tokens_max: int = 2048
     # Bounds the decode batch: every running request gets at least one token a step.
     running_count_max: int = 64
+    batching: Batching = Batching.ITERATION
+    # How requests come back whose device blocks were taken. Without kvtier they are recomputed.
+    preemption: Preemption = Preemption.AUTO
     hash_seed: str = HASH_SEED_DEFAULT
     prefix_caching: bool = True
     # Bounds what a flood of requests costs in hashes and hook calls a step.
@@ -90,11 +103,27 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    # Independent draws for one prompt; draw i is seeded with seed + i.
+    sample_count: int = 1
+    # Above 1: beam search. Its samples are the likeliest runs of tokens found, best first.
+    beam_width: int = 1
 
     def __post_init__(self) -> None:
+        if self.sample_count < 1 or self.beam_width < 1:
+            raise ValueError(
+                f"sample_count {self.sample_count} and beam_width {self.beam_width} must be "
+                "at least 1"
+            )
+        if self.beam_width > 1 and (self.temperature > 0.0 or self.sample_count > 1):
+            raise ValueError("beam search draws nothing: leave temperature 0 and sample_count 1")
         if self.tokens_max < 1:
             raise ValueError(f"tokens_max is {self.tokens_max}: it must be at least 1")
         if self.temperature < 0.0:
             raise ValueError(f"temperature is {self.temperature}: it must not be negative")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
+
+    @property
+    def branch_count(self) -> int:
+        """How many runs of tokens it computes side by side at most."""
+        return max(self.sample_count, self.beam_width)

@@ -18,7 +18,7 @@ from kvtier.cuda.errors import CudaUnavailable
 from kvtier.engine.attention import Attention, AttentionPlan, TorchAttention, stay
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.copier import HostBlockCopier
-from kvtier.engine.kv_cache import make_kv_cache
+from kvtier.engine.kv_cache import columns_of, copy_blocks, make_kv_cache
 from kvtier.engine.model import LlamaModel
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class EngineDevice(Protocol):
 
     def put(self, columns: Sequence[Tensor]) -> list[Tensor]:
         """Integers from host memory to where the model computes, before what is launched next."""
+        ...
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Of each pair, all of the first device block into the second: of what was launched before,
+        and before what is launched next. No block is in two pairs' second places."""
         ...
 
     def launch(self, part: Part) -> None:
@@ -81,6 +86,9 @@ class HostDevice:
 
     def put(self, columns: Sequence[Tensor]) -> list[Tensor]:
         return stay(columns)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        copy_blocks(self.kv_cache, *stay(columns_of(copies)))
 
     def launch(self, part: Part) -> None:
         part()

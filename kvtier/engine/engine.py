@@ -18,6 +18,7 @@ from kvtier.engine.attention import plan_attention
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connector_api import EngineConnector
 from kvtier.engine.device import EngineDevice, open_device
+from kvtier.engine.groups import Group, group_of
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.model import Forward, LlamaModel
 from kvtier.engine.request import FinishReason, Request, RequestResult, RequestState
@@ -35,11 +36,14 @@ VERDICT_SECONDS, VERDICT_LOOKS = 50e-6, 20
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """A token that a step generated; the last one of a request comes with its result."""
+    """A token that a step generated; the last one of a request comes with its result. Of beams
+    there is only this last one: until then no token is sure to stay."""
 
     request_id: str
     token_id: int
     result: RequestResult | None = None
+    index: int = 0  # Of the sample that goes on with this token.
+    finish_reason: FinishReason | None = None  # Where the token ends its sample.
 
 
 @dataclass(slots=True)
@@ -68,7 +72,8 @@ class Engine:
         self.device = open_device(model, config) if device is None else device
         self.model = self.device.model
         self.config = config
-        self.scheduler = Scheduler(config, None if connector is None else connector.scheduler)
+        side = None if connector is None else connector.scheduler
+        self.scheduler = Scheduler(config, side, clock.now)
         self._connector = connector
         self._clock = clock
         self._pause = pause
@@ -104,6 +109,9 @@ class Engine:
         self._exchange()
         outputs = self._settle()
         batch = self.scheduler.schedule()
+        if copies := self.scheduler.take_copies():
+            # Before onboards begin: a block that was copied from may have been given to one.
+            self.device.copy_blocks(copies)
         if self._connector is not None:
             self._connector.worker.note_step(sum(scheduled.count for scheduled in batch))
         self._exchange()  # The onboards just allocated are copied while the batch is computed.
@@ -117,9 +125,17 @@ class Engine:
                 self.scheduler.on_computed(scheduled)
             else:
                 self._ahead[scheduled] = _Ahead(scheduled.request.generator.get_state())
-        for scheduled, token_id in zip(sampled, self._pick(forward, sampled), strict=True):
+        for scheduled, row, likeliest in self._read(forward, sampled):
+            request = scheduled.request
+            if request.group is not None:
+                outputs += self._branch(request, request.group, row.cpu())
+                continue
+            is_greedy = request.params.temperature == 0.0
+            token_id = (
+                likeliest if is_greedy else pick_token(row.cpu(), request.params, request.generator)
+            )
             if scheduled.load is Load.NONE:
-                outputs.append(self._append(scheduled.request, token_id))
+                outputs.append(self._append(request, token_id))
             else:
                 self._ahead[scheduled].token_id = token_id
         self._note_rate(batch, began_at, is_computed=bool(sampled))
@@ -131,7 +147,7 @@ class Engine:
     ) -> list[RequestResult]:
         """Run these prompts to their ends, together; the results are in the prompts' order."""
         requests = [self._add(self._next_id(), prompt, params, None) for prompt in prompts]
-        while unfinished(requests):
+        while any(request.result is None for request in requests):
             self._step_or_pause()
         return [_result_of(request) for request in requests]
 
@@ -143,7 +159,10 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> Iterator[TokenOutput]:
-        """The tokens of one request as they come. A stream that is dropped cancels its request."""
+        """The tokens of one request as they come. A stream that is dropped cancels its request.
+        Raises BadRequest for several samples: `add_request` and `step` give theirs."""
+        if params.branch_count > 1:
+            raise BadRequest("a stream is of one sample: use add_request and step for several")
         request = self._add(request_id or self._next_id(), prompt_ids, params, cache_salt)
         return self._stream(request)
 
@@ -152,7 +171,8 @@ class Engine:
         if request_id not in self._requests:
             raise BadRequest(f"no request {request_id!r} is unfinished")
         request = self._requests[request_id]
-        self._finish(request, FinishReason.CANCELLED)
+        for one in [request] if request.group is None else list(request.group.live):
+            self._finish(one, FinishReason.CANCELLED)
 
     def forget_cached(self) -> None:
         """Forget the engine's own cached blocks, so that the next run is cold."""
@@ -196,7 +216,9 @@ class Engine:
             chain=chain,
             generator=torch.Generator().manual_seed(params.seed),
             arrived_at=self._clock.now(),
+            width=params.branch_count,
         )
+        request.group = group_of(request)
         self._requests[request_id] = request
         self.scheduler.add(request)
         return request
@@ -219,8 +241,27 @@ class Engine:
             raise BadRequest(
                 f"prompt and tokens_max are {token_count} tokens, there is {room} room"
             )
+        self._check_branches(len(prompt_ids), params)
         if self.scheduler.waiting_count >= self.config.waiting_count_max:
             raise LimitExceeded(f"waiting_count_max {self.config.waiting_count_max} requests wait")
+
+    def _check_branches(self, prompt_count: int, params: SamplingParams) -> None:
+        """Of several samples the blocks of the prompt are shared, by way of the prefix cache also
+        after a preemption."""
+        width, config = params.branch_count, self.config
+        shared_count = prompt_count // config.block_tokens if config.prefix_caching else 0
+        block_count = -(-(prompt_count + params.tokens_max) // config.block_tokens)
+        needed = shared_count + width * (block_count - shared_count)
+        if width > config.running_count_max:
+            raise BadRequest(
+                f"{width} samples at once are more than running_count_max "
+                f"{config.running_count_max}"
+            )
+        if needed > config.device_block_count:
+            raise BadRequest(
+                f"{width} samples may need {needed} device blocks, "
+                f"there are {config.device_block_count}: ask for fewer, or for fewer tokens"
+            )
 
     def _is_void(self, scheduled: ScheduledTokens) -> bool:
         """Whether the load that it was to be computed beside has failed already."""
@@ -268,6 +309,7 @@ class Engine:
         self._rate.note(count, seconds)
         if self._rate.token_seconds is not None:
             self._connector.scheduler.note_prefill(self._rate.token_seconds)
+            self.scheduler.preemption.note_prefill(self._rate.token_seconds)
 
     def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[Forward, list[ScheduledTokens]]:
         """Launch the model's parts; those whose request's last token is among them, in the order of
@@ -299,30 +341,60 @@ class Engine:
         device.launch(forward.finish)
         return forward, sampled
 
-    def _pick(self, forward: Forward, sampled: Sequence[ScheduledTokens]) -> list[int]:
-        """The next token of each: all that a step waits for."""
+    def _read(
+        self, forward: Forward, sampled: Sequence[ScheduledTokens]
+    ) -> Iterator[tuple[ScheduledTokens, torch.Tensor, int]]:
+        """Each with its logits and the likeliest token: all that a step waits for."""
         if not sampled:
-            return []
+            return iter(())
         self.device.wait_computed()
-        picked = []
-        likeliest = forward.likeliest.tolist()
-        for scheduled, row, token_id in zip(sampled, forward.logits, likeliest, strict=True):
-            request = scheduled.request
-            is_greedy = request.params.temperature == 0.0
-            picked.append(
-                token_id if is_greedy else pick_token(row.cpu(), request.params, request.generator)
-            )
-        return picked
+        return zip(sampled, forward.logits, forward.likeliest.tolist(), strict=True)
+
+    def _branch(self, request: Request, group: Group, logits: torch.Tensor) -> list[TokenOutput]:
+        branching = group.branch(request, logits)
+        heirs: list[Request] = []
+        for branch in branching.branches:  # All forks are made before a token is appended.
+            is_first = branch.parent not in heirs
+            heirs.append(branch.parent if is_first else self.scheduler.fork(branch.parent))
+        for dropped in branching.dropped:
+            self.scheduler.finish(dropped)
+        group.note_branched(branching, heirs)
+        outputs = []
+        for branch, heir in zip(branching.branches, heirs, strict=True):
+            heir.index, heir.generator = branch.index, branch.generator
+            heir.log_probability = branch.log_probability
+            outputs.append(self._append(heir, branch.token_id))
+        if not group.live and not heirs:  # Beams that no live one can overtake.
+            outputs.append(self._last_of(group))
+        return [one for one in outputs if group.is_streaming or one.result is not None]
 
     def _append(self, request: Request, token_id: int) -> TokenOutput:
         reason = request.append(token_id, self._clock.now())
         result = None if reason is None else self._finish(request, reason)
-        return TokenOutput(request.request_id, token_id, result)
+        return TokenOutput(request.leader_id, token_id, result, request.index, reason)
 
-    def _finish(self, request: Request, reason: FinishReason) -> RequestResult:
+    def _finish(self, request: Request, reason: FinishReason) -> RequestResult | None:
+        """The result, where no other branch of the request goes on."""
         self.scheduler.finish(request)
-        del self._requests[request.request_id]
-        return request.finish(reason, self._clock.now())
+        group = request.group
+        if group is None:
+            del self._requests[request.request_id]
+            return request.finish([request.sample(reason)], self._clock.now())
+        group.note_finished(request, reason)
+        return None if group.live else self._last_of(group).result
+
+    def _last_of(self, group: Group) -> TokenOutput:
+        del self._requests[group.request_id]
+        group.leader.preempted_count = group.preempted_count
+        result = group.leader.finish(group.samples, self._clock.now())
+        best = group.samples[0]
+        return TokenOutput(
+            group.request_id,
+            best.token_ids[-1] if best.token_ids else -1,
+            result,
+            0,
+            best.finish_reason,
+        )
 
     def _exchange(self) -> None:
         if self._connector is not None:

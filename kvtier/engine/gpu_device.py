@@ -19,7 +19,7 @@ from kvtier.cuda.runtime import CudaRuntime, Stream
 from kvtier.engine.attention import AttentionPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.kernel_attention import find_attention
-from kvtier.engine.kv_cache import make_kv_cache
+from kvtier.engine.kv_cache import columns_of, copy_blocks, make_kv_cache
 from kvtier.engine.model import LlamaModel
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ class GpuDevice:
         torch.cat([column.flatten() for column in columns], out=packed)
         placed = torch.split_with_sizes(packed.to(self._place, non_blocking=True), sizes)
         return [part.view(column.shape) for part, column in zip(placed, columns, strict=True)]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        copy_blocks(self.kv_cache, *self.put(columns_of(copies)))
 
     def launch(self, part: Callable[[], None]) -> None:
         part()

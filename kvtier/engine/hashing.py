@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from typing import TypeAlias
 
 from kvtier.types import BlockHash
@@ -55,6 +56,12 @@ class HashChain:
         self.block_tokens = block_tokens
         self._first_extra: CborValue = None if cache_salt is None else [["cache_salt", cache_salt]]
         self.hashes: list[BlockHash] = []
+
+    def copy(self) -> HashChain:
+        """The same run of tokens so far, that may go on in another way."""
+        twin = copy(self)
+        twin.hashes = list(self.hashes)
+        return twin
 
     @property
     def is_plain(self) -> bool:

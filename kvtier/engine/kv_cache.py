@@ -6,6 +6,8 @@ Block-major, so that a block of all layers is one contiguous run of bytes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvtier.engine.config import EngineConfig
@@ -30,6 +32,16 @@ def make_kv_cache(model: LlamaModel, config: EngineConfig) -> torch.Tensor:
         dtype=model.weights.embedding.dtype,
         device=model.weights.embedding.device,
     )
+
+
+def columns_of(copies: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Sources and targets."""
+    return [torch.tensor(column) for column in zip(*copies, strict=True)]
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Whole blocks, all layers; all sources are read before any target is written."""
+    kv_cache[targets] = kv_cache[sources]
 
 
 def block_bytes(model: LlamaModel, config: EngineConfig) -> int:

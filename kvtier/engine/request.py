@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from kvtier.engine.config import SamplingParams
 from kvtier.engine.hashing import HashChain
 from kvtier.errors import IllegalTransition
 from kvtier.types import BlockHash
+
+if TYPE_CHECKING:
+    from kvtier.engine.groups import Group
 
 
 class RequestState(Enum):
@@ -52,8 +56,18 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer to a prompt."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    log_probability: float  # Of all its tokens, where beams are compared by it; else 0.
+
+
+@dataclass(frozen=True, slots=True)
 class RequestResult:
-    """A finished request. The three prompt counts add up to `prompt_count`."""
+    """A finished request; `token_ids` and `finish_reason` are those of its first sample. The three
+    prompt counts add up to `prompt_count`."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -65,11 +79,13 @@ class RequestResult:
     preempted_count: int
     ttft_seconds: float  # From add_request to the first token; 0 if there was none.
     seconds: float
+    samples: tuple[Sample, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the scheduler knows; `token_ids` are the prompt and what was generated so far."""
+    """One run of tokens, the prompt and what was generated so far, and its block table. Requests
+    for several answers are several of these, in one group, once their prompt is computed."""
 
     request_id: str
     token_ids: list[int]
@@ -88,6 +104,11 @@ class Request:
     preempted_count: int = 0
     first_token_at: float | None = None
     result: RequestResult | None = None
+    group: Group | None = None
+    index: int = 0  # Of the answer, in its group.
+    log_probability: float = 0.0  # Of what a beam has generated.
+    width: int = 1  # How many requests it is, or will be when its prompt is computed.
+    is_announced: bool = False  # To kvtier, which need not hear of branches that die at once.
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -128,14 +149,35 @@ class Request:
             return FinishReason.LENGTH
         return None
 
-    def finish(self, reason: FinishReason, now: float) -> RequestResult:
+    @property
+    def leader_id(self) -> str:
+        """The caller's name of the request that this is, or is a branch of."""
+        return self.request_id if self.group is None else self.group.request_id
+
+    def fork(self, request_id: str) -> Request:
+        """Another that goes on from here in its own way, with the same blocks: hold them."""
+        return replace(
+            self,
+            request_id=request_id,
+            token_ids=list(self.token_ids),
+            chain=self.chain.copy(),
+            device_blocks=list(self.device_blocks),
+            preempted_count=0,
+            is_announced=False,
+        )
+
+    def sample(self, reason: FinishReason) -> Sample:
+        """The answer, now that it is over."""
+        return Sample(tuple(self.generated_ids), reason, self.log_probability)
+
+    def finish(self, samples: Sequence[Sample], now: float) -> RequestResult:
         """Settle the account."""
         engine_cache_count, kvtier_count = self.prefix_counts or (0, 0)
         first_at = self.first_token_at
         self.result = RequestResult(
             request_id=self.request_id,
-            token_ids=tuple(self.generated_ids),
-            finish_reason=reason,
+            token_ids=samples[0].token_ids,
+            finish_reason=samples[0].finish_reason,
             prompt_count=self.prompt_count,
             engine_cache_count=engine_cache_count,
             kvtier_count=kvtier_count,
@@ -143,5 +185,6 @@ class Request:
             preempted_count=self.preempted_count,
             ttft_seconds=0.0 if first_at is None else first_at - self.arrived_at,
             seconds=now - self.arrived_at,
+            samples=tuple(samples),
         )
         return self.result

@@ -2,14 +2,17 @@
 
 Running requests come first, in the order they were started; a prompt that does not fit into the
 step's token budget is computed in parts. When device blocks run out the request started latest is
-preempted and later computed anew from its tokens. So the first running request always gets on.
+preempted: all its blocks are taken, and come back from kvtier or are computed anew
+(`policy/preemption.py`). So the first running request always gets on.
 
 Who holds device blocks:
   (0) requests that run, or wait for their onboard: those of their block table;
   (1) the connector, for requests that ended or were preempted while a copy touches them or is to
       be planned: `_kept`. Before anybody goes without, the latter are taken back.
 Nothing is written to a published block: the last block of a prompt is always computed into a block
-of the request's own, so a prompt that is cached as a whole still has a token to compute.
+of the request's own, so a prompt that is cached as a whole still has a token to compute. Branches
+of one prompt share even the block they go on in; who writes first takes a copy, the last one what
+is left.
 
 With layer-wise loading the tokens after a prefix are computed *ahead* of the verdict on its load.
 They count when the load was in time and right; until then, and for good if it was not, nothing of
@@ -18,16 +21,19 @@ them is known to anybody: no block is cached or offloaded, no token is given out
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtier.engine.blocks import DeviceBlockPool
-from kvtier.engine.config import EngineConfig
+from kvtier.engine.config import Batching, EngineConfig
 from kvtier.engine.connector_api import SchedulerSide
 from kvtier.engine.request import Request, RequestEvent, RequestState
+from kvtier.policy.preemption import Preemption, PreemptionRule, Victim
 
 if TYPE_CHECKING:
     from kvtier.connector.jobs import StepOutcome
@@ -55,7 +61,16 @@ class ScheduledTokens:
 class Scheduler:
     """Owns the requests that are not finished, and their device blocks."""
 
-    def __init__(self, config: EngineConfig, connector: SchedulerSide | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        connector: SchedulerSide | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        has_tier = connector is not None
+        self.preemption = PreemptionRule(config.preemption if has_tier else Preemption.RECOMPUTE)
+        self._now = now
+        self._onboard_began: dict[str, float] = {}
         self.pool = DeviceBlockPool(config.device_block_count)
         self._config = config
         self._connector = connector
@@ -64,6 +79,9 @@ class Scheduler:
         self._ahead: dict[str, ScheduledTokens] = {}  # Of requests in `_onboarding`.
         self._running: list[Request] = []
         self._kept: dict[str, list[int]] = {}
+        self._copies: list[tuple[int, int]] = []
+        self._fork_numbers = itertools.count(1)
+        self.copied_block_count = 0  # Since the start, on write.
         self.computed_token_count = 0  # Since the start.
 
     @property
@@ -81,6 +99,11 @@ class Scheduler:
         """Device blocks held for copies, planned or to come, alone."""
         return sum(len(device_blocks) for device_blocks in self._kept.values())
 
+    def block_tables(self) -> list[tuple[list[int], int]]:
+        """Of the requests that hold device blocks: which, and how many tokens' KV is in them."""
+        active = [*self._running, *self._onboarding.values()]
+        return [(request.device_blocks, request.computed_count) for request in active]
+
     def is_kept(self, request_id: str) -> bool:
         """Whether copies still touch the blocks of a former request of this id."""
         return request_id in self._kept
@@ -88,27 +111,56 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         self._waiting.append(request)
-        if self._connector is not None:
-            # Not the block of the last token: it is computed here in any case.
-            reusable = request.hashes[: self._reusable_count(request)]
-            tokens_of = request.tokens_of if request.chain.is_plain else None
-            self._connector.on_new_request(request.request_id, reusable, tokens_of)
+        self._announce(request)
+
+    def fork(self, parent: Request) -> Request:
+        """A branch that shares all blocks with its parent, and is whatever that is."""
+        number = next(self._fork_numbers)
+        branch = parent.fork(f"{parent.leader_id}~{number}")
+        parent.width = branch.width = 1
+        if parent.state is RequestState.RUNNING:
+            self.pool.hold(branch.device_blocks)
+            self._running.insert(self._running.index(parent) + 1, branch)
+        else:
+            # A beam that was preempted with its scores known. What is computed for its parent the
+            # branch finds in the prefix cache.
+            branch.state = RequestState.WAITING
+            branch.device_blocks = []
+            branch.computed_count = branch.published_count = 0
+            self._announce(branch)
+            self._waiting.appendleft(branch)
+        return branch
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Pairs of device blocks: the second becomes a copy of the first before the step's tokens
+        are computed, in this order."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def schedule(self) -> list[ScheduledTokens]:
         """The next step's work; empty when all requests wait."""
+        is_closed = self._config.batching is Batching.STATIC and bool(
+            self._running or self._onboarding
+        )
         batch: list[ScheduledTokens] = []
         budget = self._config.step_tokens_max
         preempted = False
-        while len(batch) < len(self._running) and budget > 0:
-            request = self._running[len(batch)]
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
             count = min(request.pending_count, budget)
-            if self._grow(request, request.computed_count + count):
+            if count == 0:  # A beam that waits for the others.
+                index += 1
+            elif self._grow(request, request.computed_count + count):
                 batch.append(self._scheduled(request, count))
                 budget -= count
+                index += 1
             else:
                 self._preempt(self._running[-1])
                 preempted = True
-        if not preempted:  # Else what a newcomer would take is what was just missing.
+        if (
+            not preempted and not is_closed
+        ):  # Else what a newcomer would take is what was just missing.
             self._admit(batch, budget)
         return batch
 
@@ -122,6 +174,7 @@ class Scheduler:
             return
         self._publish(request, full_count)
         if self._connector is not None:
+            self._announce(request)
             self._connector.on_blocks_full(
                 request.request_id,
                 request.hashes[:full_count],
@@ -159,17 +212,24 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.move(RequestEvent.FINISH)
-        keep = self._connector is not None and self._connector.request_finished(request.request_id)
+        keep = (
+            self._connector is not None
+            and request.is_announced
+            and self._connector.request_finished(request.request_id)
+        )
         self._let_go(request, keep=keep)
+        self.preemption.forget(request.request_id)
+        self._settle_onboard(request, is_good=False)
 
     def check_invariants(self) -> list[str]:
         """Each string is one violation."""
         wrong = self.pool.check_invariants()
-        holders = [*self._running, *self._onboarding.values()]
-        held = {block for request in holders for block in request.device_blocks}
-        held.update(block for blocks in self._kept.values() for block in blocks)
-        if self.pool.free_count + len(held) != self.pool.block_count:
-            wrong.append(f"{len(held)} device blocks are ours, {self.pool.free_count} are free")
+        held = Counter(block for blocks in self._kept.values() for block in blocks)
+        for request in [*self._running, *self._onboarding.values()]:
+            held.update(request.device_blocks)
+        wrong += [f"device block {block} is held {self.pool.hold_count(block)} times, "
+                  f"{held[block]} times by us" for block in range(self.pool.block_count)
+                  if self.pool.hold_count(block) != held[block]]  # fmt: skip
         wrong += [f"{request.request_id} waits with blocks" for request in self._waiting
                   if request.device_blocks]  # fmt: skip
         return wrong
@@ -177,7 +237,7 @@ class Scheduler:
     def _admit(self, batch: list[ScheduledTokens], budget: int) -> None:
         """Start waiting requests, first come first served, but not behind one that asks kvtier."""
         for request in list(self._waiting):
-            if budget == 0 or self._active_count() >= self._config.running_count_max:
+            if budget == 0 or self._must_wait(request):
                 return
             local = self._match(request)
             onboard_count = self._onboard_count(request, len(local))
@@ -194,12 +254,13 @@ class Scheduler:
             count = min(len(request.token_ids) - cached_count, budget)
             self.pool.hold(local)
             request.device_blocks = list(local)
+            request.computed_count = cached_count
             if not self._grow(request, cached_count + count):
                 self.pool.release(local)
                 request.device_blocks = []
+                request.computed_count = 0
                 return
             self._waiting.remove(request)
-            request.computed_count = cached_count
             request.published_count = request.local_block_count = len(local)
             request.onboard_block_count = 0
             self._start(request)
@@ -221,9 +282,11 @@ class Scheduler:
         request.computed_count = len(local) * self._config.block_tokens
         request.published_count = request.local_block_count = len(local)
         request.onboard_block_count = onboard_count
+        self.preemption.note_queued(onboard_count)
+        self._onboard_began[request.request_id] = self._now()
         request.move(RequestEvent.ONBOARD)
         self._onboarding[request.request_id] = request
-        if self._config.layerwise_loading:
+        if self._config.layerwise_loading and request.group is None:
             self._schedule_ahead(request, budget)
         self._connector.on_allocated(request.request_id, fresh, onboard_count)
         return True
@@ -238,7 +301,17 @@ class Scheduler:
             request.device_blocks += self.pool.take(missing)
             self._ahead[request.request_id] = ScheduledTokens(request, first, count, Load.UNDER_WAY)
 
+    def _settle_onboard(self, request: Request, *, is_good: bool) -> None:
+        began_at = self._onboard_began.pop(request.request_id, None)
+        if began_at is None:
+            return
+        if is_good:
+            self.preemption.note_arrived(request.onboard_block_count, began_at, self._now())
+        else:
+            self.preemption.note_failed(request.onboard_block_count)
+
     def _end_load(self, request_id: str, load: Load) -> None:
+        self._settle_onboard(self._onboarding[request_id], is_good=load is Load.GOOD)
         ahead = self._ahead.get(request_id)
         if ahead is None:
             self._start_onboarded(self._onboarding[request_id], load)
@@ -259,6 +332,7 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         request.move(RequestEvent.START)
         self._running.append(request)
+        self.preemption.note_back(request.request_id, request.computed_count, self._now())
         if request.prefix_counts is None:
             block_tokens = self._config.block_tokens
             request.prefix_counts = (
@@ -271,7 +345,16 @@ class Scheduler:
         request.move(RequestEvent.PREEMPT)
         request.preempted_count += 1
         self._waiting.appendleft(request)
-        keep = self._connector is not None and self._connector.on_preempted(request.request_id)
+        if request.group is not None:
+            request.group.preempted_count += 1
+        full_count = request.computed_count // self._config.block_tokens
+        victim = Victim(request.computed_count, full_count, self._config.block_tokens)
+        self.preemption.choose(request.request_id, victim)
+        keep = False
+        if self._connector is not None:
+            if request.is_announced:
+                keep = self._connector.on_preempted(request.request_id)
+            self._announce(request)
         self._let_go(request, keep=keep)
 
     def _let_go(self, request: Request, *, keep: bool) -> None:
@@ -283,13 +366,29 @@ class Scheduler:
         request.computed_count = request.published_count = 0
 
     def _grow(self, request: Request, token_count: int) -> bool:
-        """Make the block table long enough for `token_count` tokens, if the pool has the blocks."""
+        """Make the block table long enough for `token_count` tokens, and the request the only
+        holder of the blocks it will write to, if the pool has the blocks."""
         missing = -(-token_count // self._config.block_tokens) - len(request.device_blocks)
-        if not self._make_room(missing):
+        copied = self._shared_tail(request)
+        if not self._make_room(missing + len(copied)):
             return False
+        for index in copied:
+            [own] = self.pool.take(1)
+            self._copies.append((request.device_blocks[index], own))
+            self.copied_block_count += 1
+            self.pool.release([request.device_blocks[index]])
+            request.device_blocks[index] = own
         if missing > 0:
             request.device_blocks += self.pool.take(missing)
         return True
+
+    def _shared_tail(self, request: Request) -> range:
+        """Indexes of the blocks that it would write to, and others hold: none, or the last."""
+        first = request.computed_count // self._config.block_tokens
+        blocks = request.device_blocks[first:]
+        is_shared = bool(blocks) and self.pool.hold_count(blocks[0]) > 1
+        assert all(self.pool.hold_count(block) == 1 for block in blocks[1:]), "fresh block shared"
+        return range(first, first + 1) if is_shared else range(0)
 
     def _make_room(self, block_count: int) -> bool:
         """Whether so many blocks are free, if need be after the connector has let go of some."""
@@ -303,7 +402,7 @@ class Scheduler:
         first = request.computed_count // self._config.block_tokens
         end = -(-(request.computed_count + count) // self._config.block_tokens)
         written = request.device_blocks[first:end]
-        assert not any(self.pool.is_published(block) for block in written), "shared block written"
+        assert not any(self.pool.is_published(block) for block in written), "cached block written"
         return ScheduledTokens(request, request.computed_count, count)
 
     def _publish(self, request: Request, full_count: int) -> None:
@@ -318,8 +417,9 @@ class Scheduler:
         return self.pool.match(request.hashes[: self._reusable_count(request)])
 
     def _onboard_count(self, request: Request, local_count: int) -> int | None:
-        if self._connector is None:
+        if self._connector is None or self.preemption.is_recomputed(request.request_id):
             return 0
+        self.preemption.note_asked(request.request_id, self._now())
         count = self._connector.get_onboard_count(request.request_id, local_count)
         return None if count is None else min(count, self._reusable_count(request) - local_count)
 
@@ -327,8 +427,25 @@ class Scheduler:
         """Full blocks before the one with the last token, which is always computed."""
         return (len(request.token_ids) - 1) // self._config.block_tokens
 
-    def _active_count(self) -> int:
-        return len(self._running) + len(self._onboarding)
+    def _must_wait(self, request: Request) -> bool:
+        """For its turn. Branches of a group start again one after another: each finds in the prefix
+        cache what those before it share with it."""
+        active = [*self._running, *self._onboarding.values()]
+        if sum(one.width for one in active) + request.width > self._config.running_count_max:
+            return True
+        return request.group is not None and any(
+            one.group is request.group and one.pending_count > 1 for one in active
+        )
+
+    def _announce(self, request: Request) -> None:
+        """Tell kvtier of the request, once."""
+        is_told, request.is_announced = request.is_announced, True
+        if self._connector is None or is_told:
+            return
+        # Not the block of the last token: it is computed here in any case.
+        reusable = request.hashes[: self._reusable_count(request)]
+        tokens_of = request.tokens_of if request.chain.is_plain else None
+        self._connector.on_new_request(request.request_id, reusable, tokens_of)
 
 
 def unfinished(requests: Sequence[Request]) -> bool:

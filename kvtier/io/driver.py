@@ -49,6 +49,23 @@ class Access:
         object.__setattr__(self, "length_bytes", sum([view.nbytes for view in self.views]))
 
 
+class Stage(Protocol):
+    """Where the disk holds other bytes than the maker's memory does, sealed ones: what goes there
+    and comes from there instead. Asked in a driver's thread, like the check."""
+
+    def before_write(self, access: Access) -> Access:
+        """As long, at the same offset: what is written in its place."""
+        ...
+
+    def before_read(self, access: Access) -> Access:
+        """As long, at the same offset: where the bytes go; the check makes the maker's of them."""
+        ...
+
+    def release(self, member: int) -> None:
+        """No call uses this member's memory any more."""
+        ...
+
+
 # Whether member i's bytes are right; asked in a driver's thread, before a write or after a read.
 Check = Callable[[int], bool]
 
@@ -63,11 +80,13 @@ class Batch:
         count: int,
         *,
         check: Check | None = None,
+        stage: Stage | None = None,
         on_ended: Callable[[Batch], None] | None = None,
         on_returned: Callable[[Batch], None] | None = None,
     ) -> None:
         self.count = count
         self._check = check
+        self._stage = stage
         self._on_ended = on_ended
         self._on_returned = on_returned
         self._changed = threading.Condition()  # Guards the rest.
@@ -101,8 +120,20 @@ class Batch:
         """The maker's check of one member's bytes; without a check all bytes are right."""
         return self._check is None or self._check(member)
 
+    def to_write(self, accesses: Sequence[Access]) -> Sequence[Access]:
+        """What a driver writes for these."""
+        stage = self._stage
+        return accesses if stage is None else [stage.before_write(access) for access in accesses]
+
+    def to_read(self, accesses: Sequence[Access]) -> Sequence[Access]:
+        """What a driver reads for these."""
+        stage = self._stage
+        return accesses if stage is None else [stage.before_read(access) for access in accesses]
+
     def finish(self, member: int, outcome: Outcome) -> None:
         """A driver gives this member back; if it was given up its outcome stays TIMED_OUT."""
+        if self._stage is not None:
+            self._stage.release(member)
         with self._changed:
             assert self._out_count > 0, "a member was given back twice"
             self._out_count -= 1

@@ -176,7 +176,8 @@ class FileDriver:
                 self._write(call)
 
     def _read(self, call: _Call) -> None:
-        for access, outcome in self._transfer(os.preadv, call.accesses):
+        accesses = call.batch.to_read(call.accesses)
+        for access, outcome in self._transfer(os.preadv, accesses):
             # Once given up, nobody will use the bytes.
             checked = outcome is Outcome.DONE and not call.batch.is_given_up
             sound = not checked or call.batch.is_sound(access.member)
@@ -191,7 +192,7 @@ class FileDriver:
                 call.batch.finish(access.member, Outcome.CORRUPT)
         runs = [call.accesses] if len(sound) == len(call.accesses) else merge(sound)
         for run in runs:
-            for access, outcome in self._transfer(os.pwritev, run):
+            for access, outcome in self._transfer(os.pwritev, call.batch.to_write(run)):
                 call.batch.finish(access.member, outcome)
 
     def _transfer(

@@ -132,6 +132,9 @@ class DaxSource:
             populate_seconds=clock.now() - started,
         )
 
+    def adopt(self, slab: Slab) -> None:
+        raise AssertionError("slabs of a device are not left with anybody")
+
     def end(self, slab: Slab) -> None:
         os.close(slab.fd)
         self._leave(slab.id, slab.mapping)

@@ -26,8 +26,9 @@ from kvtier.types import BlockHash, EngineId, SlabId, SlabSetId
 class DramPool:
     """Implements `Pool`. All methods belong to one thread; views may be used in any."""
 
-    def __init__(self, generation: int) -> None:
-        self._table = SlotTable(generation)
+    def __init__(self, generation: int, *, table_fd: int | None = None) -> None:
+        """`table_fd`: the slot table of a former life of this pool; it is ours then."""
+        self._table = SlotTable(generation, fd=table_fd)
         self._slabs: dict[SlabId, Slab] = {}
         self._unbound: set[SlabId] = set()
         # Ascending by slot_first; sets are bound in ascending order, so appending keeps it.

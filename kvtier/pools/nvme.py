@@ -10,6 +10,9 @@ Nothing is fsynced but the superblock, at open and close. What the disk then say
 be old, new or torn in any mixture; `recover` believes what `nvme_recovery.py` says, and every read
 compares the payload with the checksum in the entry. A checksum that differs is a miss: CORRUPT.
 
+With keys, payloads and entries are sealed (`sealing.py`); what was written without, or with a key
+that is not given any more, does not count.
+
 All methods belong to one thread, views may be used in any. A disk that fails is a value,
 `PoolCondition`: after an error it is only read, once it is gone it is not used at all.
 """
@@ -20,6 +23,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +33,7 @@ import xxhash
 from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.checksum import Checksums, block_checksum
-from kvtier.io.driver import Access, Batch, Driver, Outcome
+from kvtier.io.driver import Access, Batch, Check, Driver, Outcome, Stage
 from kvtier.layout import PAD_BYTES, SegmentHeader, SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools import nvme_recovery
@@ -38,6 +43,12 @@ from kvtier.pools.nvme_table import TableImage
 from kvtier.pools.slot_table import BlockFacts, Slots
 from kvtier.pools.superblock import LIFE_MAX
 from kvtier.types import BlockHash
+
+if TYPE_CHECKING:  # It needs cryptography, which only those who encrypt have.
+    from kvtier.pools.sealing import SealedBlocks, Sealer
+
+MakeSealer = Callable[[int], "Sealer"]
+"""By the generation of the pool."""
 
 Block = Sequence[Bytes]
 """The views of one block's shards, each as long as a padded shard."""
@@ -80,6 +91,7 @@ class NvmePool:
         drivers: Sequence[Driver],
         *,
         writable: bool = True,
+        make_sealer: MakeSealer | None = None,
         on_condition: Callable[[PoolCondition], None] = lambda _: None,
     ) -> None:
         """Raises ConfigError when the paths are not exactly those of one formatted pool.
@@ -105,13 +117,20 @@ class NvmePool:
         self._recency_facts = recency if self.was_clean else None
         if writable:
             self._write_superblocks(is_clean=False, life=life, recency=(0, 0))
-        self._image = TableImage(self._drivers, self.geometry, self.generation)
+        self._sealer = make_sealer(self.generation) if make_sealer is not None else None
+        self._image = TableImage(self._drivers, self.geometry, self.generation, self._sealer)
+        self.locked_count = 0  # Segments that do not count, for want of a seal or of its key.
         # The present life of each segment that has one; the last one of a segment that fell free.
         self._lives: dict[int, SegmentHeader] = {}
 
     @property
     def condition(self) -> PoolCondition:
         return self._condition
+
+    @property
+    def key_id(self) -> int:
+        """Of the key that new segments are sealed with; 0: they are not."""
+        return 0 if self._sealer is None else self._sealer.key_id
 
     @property
     def sequence_first(self) -> int:
@@ -135,11 +154,13 @@ class NvmePool:
         Raises TableUnreadable. Where only a part of the table cannot be read, the blocks in it are
         lost, and the pool is READ_ONLY: what is on the disk stays as it is.
         """
-        headers = nvme_recovery.read_headers(self._drivers, self.geometry, self.generation)
+        written = nvme_recovery.read_headers(self._drivers, self.geometry, self.generation)
+        headers = [header for header in written if self._opens(header)]
+        self.locked_count = len(written) - len(headers)
         self._lives = {header.segment: header for header in headers}
         self._image.put_headers(headers, on_disk=True)
         found = nvme_recovery.read_blocks(
-            self._drivers, self.geometry, headers, epochs, self._image.table
+            self._drivers, self.geometry, headers, epochs, self._image.table, self._sealer
         )
         self._image.mark(found.void_slots)
         if found.unread_count:
@@ -183,7 +204,8 @@ class NvmePool:
         more is CORRUPT and not written. Where they go is settled when this returns."""
         assert len(slots) == len(blocks) == len(checksums), "one block and one checksum a slot"
         layout = self._layout_of(slots)
-        batch = self._batch(blocks, checksums, layout, on_ended, on_returned)
+        check = partial(_matches, blocks, checksums, layout)
+        batch = self._batch(slots, check, self._stage_of(slots), on_ended, on_returned)
         if self._condition.state is not PoolState.ON:
             _refuse(batch)
             return batch
@@ -203,7 +225,13 @@ class NvmePool:
         checksums = self.checksums(slots)
         assert len(slots) == len(blocks), "one block a slot"
         layout = self._layout_of(slots)
-        batch = self._batch(blocks, checksums, layout, on_ended, on_returned)
+        stage = self._stage_of(slots)
+
+        def check(member: int) -> bool:
+            is_open = stage is None or stage.open(member, blocks[member])
+            return is_open and _matches(blocks, checksums, layout, member)
+
+        batch = self._batch(slots, check, stage, on_ended, on_returned)
         if self._condition.state is PoolState.OFF:
             _refuse(batch)
             return batch
@@ -272,26 +300,32 @@ class NvmePool:
         assert len(layouts) == 1, "slots of one layout in one batch"
         return layouts.pop()
 
+    def _opens(self, header: SegmentHeader) -> bool:
+        """Whether what the segment holds may count: anybody could write blocks without a seal."""
+        if self._sealer is None:
+            return header.key_id == 0
+        return self._sealer.knows(header.key_id)
+
+    def _stage_of(self, slots: Slots) -> SealedBlocks | None:
+        """How payloads are sealed on their way to these slots, and opened from there."""
+        if self._sealer is None:
+            return None
+        return self._sealer.stage([(self.header_of(slot), slot) for slot in slots.tolist()])
+
     def _batch(
         self,
-        blocks: Sequence[Block],
-        checksums: Checksums,
-        layout: SlotLayout,
+        slots: Slots,
+        check: Check,
+        stage: Stage | None,
         on_ended: Ended | None,
         on_returned: Ended | None,
     ) -> Batch:
-        shard_bytes, expected = layout.shard_bytes, checksums.tolist()
-
-        def check(member: int) -> bool:
-            payload = [shard[:shard_bytes] for shard in blocks[member]]
-            return bool(block_checksum(payload) == expected[member])
-
         def ended(batch: Batch) -> None:
             self._note(batch)
             if on_ended is not None:
                 on_ended(batch)
 
-        return Batch(len(blocks), check=check, on_ended=ended, on_returned=on_returned)
+        return Batch(len(slots), check=check, stage=stage, on_ended=ended, on_returned=on_returned)
 
     def _accesses(
         self, slots: Slots, blocks: Sequence[Block], layout: SlotLayout
@@ -302,12 +336,13 @@ class NvmePool:
         segments_first, segment_bytes = self.geometry.segments_first, self.geometry.segment_bytes
         row_count_max, slot_bytes = self.geometry.row_count_max, layout.slot_bytes
         lengths = [layout.padded_shard_bytes] * layout.shard_count
+        seals = (aligned_buffer(layout.seals_bytes),) if layout.is_sealed else ()
         for member, (slot, block) in enumerate(zip(slots.tolist(), blocks, strict=True)):
             assert list(map(len, block)) == lengths, "a view for each shard, padding included"
             segment, row = divmod(slot, row_count_max)
             local, path = divmod(segment, len(self._drivers))
             offset = segments_first + local * segment_bytes + row * slot_bytes
-            found[path][1].append(Access(member, offset, tuple(block)))
+            found[path][1].append(Access(member, offset, (*block, *seals)))
         return [(driver, accesses) for driver, accesses in found if accesses]
 
     def _note(self, batch: Batch) -> None:
@@ -396,6 +431,14 @@ class NvmePool:
         found: npt.NDArray[np.uint32] = raw[: count * 4].view("<u4")
         actual: int = xxhash.xxh3_64_intdigest(found.data)
         return found if actual == checksum else None
+
+
+def _matches(
+    blocks: Sequence[Block], checksums: Checksums, layout: SlotLayout, member: int
+) -> bool:
+    """Whether a block is what its checksum says."""
+    payload = [shard[: layout.shard_bytes] for shard in blocks[member]]
+    return bool(block_checksum(payload) == checksums[member])
 
 
 def _refuse(batch: Batch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,9 @@ from kvtier.pools.slot_table import (
     SlotTable,
 )
 from kvtier.pools.superblock import HEADERS_FIRST, Geometry
+
+if TYPE_CHECKING:
+    from kvtier.pools.sealing import Sealer
 
 _Mask = npt.NDArray[np.bool_]
 STEP_ROWS = 65_536  # 8 MiB of the table, of which two are in memory.
@@ -127,6 +131,7 @@ def read_blocks(
     headers: Sequence[SegmentHeader],
     epochs: Mapping[bytes, int] | None,
     table: SlotTable,
+    sealer: Sealer | None = None,
 ) -> RecoveredBlocks:
     """Read the rows of these segments into the empty `table`, those that count. Without `epochs`
     entries of every epoch do. The order of use is not read here.
@@ -142,7 +147,10 @@ def read_blocks(
         if unread_count and (epochs is None or unread_count == len(headers)):
             raise TableUnreadable("the slot table of the NVMe pool cannot be read")
         rows, slots, owners = _used_rows(step, geometry.row_count_max)
-        ready = _ready(rows, owners, step.headers, table.generation, epochs)
+        ready = sound_entries(rows, table.generation) & (rows["state"] == SlotState.READY)
+        if sealer is not None:
+            rows, ready = _opened(sealer, step, rows, slots, owners, ready)
+        ready &= _current(rows, owners, step.headers, epochs)
         if not ready.all():  # Seldom; as a rule a copy of all rows is saved.
             found.void.append(slots[~ready])
             slots, rows, owners = slots[ready], rows[ready], owners[ready]
@@ -301,17 +309,37 @@ def _used_rows(step: _Step, row_count_max: int) -> tuple[Entries, Slots, npt.NDA
     return (rows, slots, owners) if used.all() else (rows[used], slots[used], owners[used])
 
 
-def _ready(
+def _opened(
+    sealer: Sealer,
+    step: _Step,
+    rows: Entries,
+    slots: Slots,
+    owners: npt.NDArray[np.int64],
+    ready: _Mask,
+) -> tuple[Entries, _Mask]:
+    """The rows as they were before they were sealed, and which of them are whole."""
+    opened = rows.copy()
+    numbers = np.flatnonzero(ready)
+    some = opened[numbers]
+    whole = sealer.open_entries(
+        slots[numbers], some, [step.headers[owner] for owner in owners[numbers].tolist()]
+    )
+    opened[numbers] = some
+    ready = ready.copy()
+    ready[numbers] = whole
+    return opened, ready
+
+
+def _current(
     rows: Entries,
     owners: npt.NDArray[np.int64],
     headers: Sequence[SegmentHeader],
-    generation: int,
     epochs: Mapping[bytes, int] | None,
 ) -> _Mask:
-    """Which rows are blocks of their segment's present life and their namespace's epoch."""
-    ready: _Mask = sound_entries(rows, generation) & (rows["state"] == SlotState.READY)
+    """Which rows are of their segment's present life and their namespace's epoch."""
     words = rows.view("<u8").reshape(-1, ENTRY_BYTES // 8)
-    ready &= words[:, SEQUENCE_WORD] >= _column([one.sequence for one in headers], "<u8")[owners]
+    sequences = _column([one.sequence for one in headers], "<u8")
+    ready: _Mask = words[:, SEQUENCE_WORD] >= sequences[owners]
     payloads = _column([one.layout.payload_bytes for one in headers], "<u8")
     ready &= words[:, PAYLOAD_WORD] == payloads[owners]
     packed = b"".join(one.fingerprint for one in headers)

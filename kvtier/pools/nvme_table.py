@@ -9,7 +9,7 @@ of its payload. One write is under way at a time, since two of the same page mig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from kvtier.memory import Bytes
 from kvtier.pools.segment_headers import pack_headers
 from kvtier.pools.slot_table import ENTRY_BYTES, Slots, SlotTable
 from kvtier.pools.superblock import HEADERS_FIRST, Geometry
+
+if TYPE_CHECKING:
+    from kvtier.pools.sealing import Sealer
 
 PAGE_ROWS = PAD_BYTES // ENTRY_BYTES
 # In one write of the table; the pages beyond wait for the next one. Pages side by side cost as much
@@ -32,10 +35,18 @@ _Page = TypeVar("_Page", int, tuple[int, int])
 class TableImage:
     """Slots are numbered over all paths: segment s lies on path s % path_count."""
 
-    def __init__(self, drivers: Sequence[Driver], geometry: Geometry, generation: int) -> None:
+    def __init__(
+        self,
+        drivers: Sequence[Driver],
+        geometry: Geometry,
+        generation: int,
+        sealer: Sealer | None = None,
+    ) -> None:
         self._drivers = drivers
         self._geometry = geometry
         self._generation = generation
+        self._sealer = sealer
+        self._key_ids: dict[int, int] = {}  # By segment, of those with sealed entries.
         row_count = geometry.segment_count * geometry.path_count * geometry.row_count_max
         self.table = SlotTable(generation, grow_slots=row_count)
         header_bytes = geometry.table_first - HEADERS_FIRST
@@ -76,6 +87,7 @@ class TableImage:
         packed = pack_headers(headers, self._generation).view(np.uint8).reshape(-1, ENTRY_BYTES)
         segments = np.array([header.segment for header in headers], np.int64)
         rows, paths = np.divmod(segments, self._geometry.path_count)
+        self._key_ids.update((header.segment, header.key_id) for header in headers)
         for path, image in enumerate(self._headers):
             mine = np.flatnonzero(paths == path)
             image.reshape(-1, ENTRY_BYTES)[rows[mine]] = packed[mine]
@@ -106,7 +118,8 @@ class TableImage:
             np.copyto(view, self._headers[path][first : first + PAD_BYTES])
             accesses[path].append(Access(member, HEADERS_FIRST + first, (view,)))
             at += PAD_BYTES
-        batch = Batch(len(runs) + len(headers), on_ended=on_ended)
+        stage = None if self._sealer is None else self._sealer.stage_pages(self._sealed(runs))
+        batch = Batch(len(runs) + len(headers), stage=stage, on_ended=on_ended)
         self._under_way = (batch, runs, headers)
         self.written_bytes += len(buffer)
         for driver, own in zip(self._drivers, accesses, strict=True):
@@ -133,6 +146,16 @@ class TableImage:
                 if outcome is not Outcome.DONE
             )
         )
+
+    def _sealed(self, runs: Sequence[range]) -> dict[int, tuple[int, int]]:
+        """Of the runs to be sealed, each in one segment: (key id, first slot)."""
+        found: dict[int, tuple[int, int]] = {}
+        for member, run in enumerate(runs):
+            first = run.start * PAGE_ROWS
+            key_id = self._key_ids.get(first // self._geometry.row_count_max, 0)
+            if key_id:
+                found[member] = (key_id, first)
+        return found
 
     def _table_pages(self, run: range) -> Bytes:
         entries = self.table.entries(run.start * PAGE_ROWS, len(run) * PAGE_ROWS)

@@ -85,7 +85,12 @@ def sound_headers(headers: Headers, generation: int) -> npt.NDArray[np.bool_]:
 def parse_headers(headers: Headers, segments: Iterable[int]) -> list[SegmentHeader]:
     """Those of these segments, which are sound. Column by column: NumPy is slow with single rows,
     and a large pool has ten thousand of them."""
-    sizes = zip(headers["shard_bytes"].tolist(), headers["shard_count"].tolist(), strict=True)
+    sizes = zip(
+        headers["shard_bytes"].tolist(),
+        headers["shard_count"].tolist(),
+        (headers["key_id"] != 0).tolist(),
+        strict=True,
+    )
     layout_of = cache(SlotLayout)
     return [
         SegmentHeader(

@@ -98,6 +98,14 @@ def populate_slab(
     return Slab(slab_id, fd, mapping, kind, huge_bytes, clock.now() - started, node)
 
 
+def adopt_slab(
+    slab_id: SlabId, fd: int, page_kind: PageKind, huge_bytes: int, node: int | None
+) -> Slab:
+    """A slab that a former life has populated; the fd is the slab's then. Raises OSError."""
+    mapping = Mapping(fd, os.fstat(fd).st_size)
+    return Slab(slab_id, fd, mapping, page_kind, huge_bytes, 0.0, node)
+
+
 def punch_slab(slab: Slab) -> bool:
     """Give the slab's memory back, even if a peer still maps it, and forget the slab.
 

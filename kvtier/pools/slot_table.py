@@ -102,13 +102,16 @@ class BlockFacts:
 class SlotTable:
     """The table in its own memfd, which an adopter of the pool could read after our death."""
 
-    def __init__(self, generation: int, *, grow_slots: int = GROW_SLOTS) -> None:
+    def __init__(
+        self, generation: int, *, grow_slots: int = GROW_SLOTS, fd: int | None = None
+    ) -> None:
+        """`fd`: the table of a former life, which is gone on with; it is ours then."""
         step_bytes = grow_slots * ENTRY_BYTES
         assert step_bytes % mmap.PAGESIZE == 0, "the table grows by whole pages"
         self.generation = generation
         self._grow_slots = grow_slots
-        self.fd = create_memfd("kvtier-slot-table", step_bytes)
-        self._mapping = Mapping(self.fd, step_bytes)
+        self.fd = create_memfd("kvtier-slot-table", step_bytes) if fd is None else fd
+        self._mapping = Mapping(self.fd, os.fstat(self.fd).st_size)
         self._words = _as_words(self._mapping.array)
 
     @property

@@ -47,6 +47,10 @@ class SlabSource(Protocol):
         """A slab that reads zeros, all its pages there; raises OSError and PopulateCancelled."""
         ...
 
+    def adopt(self, slab: Slab) -> None:
+        """This slab is in use, and was populated by a former life of the daemon."""
+        ...
+
     def end(self, slab: Slab) -> None:
         """Nobody uses the slab any more: its bytes go back where they came from."""
         ...
@@ -91,6 +95,9 @@ class MemorySource:
             is_cancelled=is_cancelled,
             node=self.node,
         )
+
+    def adopt(self, slab: Slab) -> None:
+        pass
 
     def end(self, slab: Slab) -> None:
         punch_slab(slab)
@@ -145,11 +152,16 @@ class SpreadSource:
                 self._counts[node] -= 1
             raise
 
+    def adopt(self, slab: Slab) -> None:
+        with self._lock:
+            if slab.node in self._counts:
+                self._counts[slab.node] += 1
+
     def end(self, slab: Slab) -> None:
         punch_slab(slab)
-        assert slab.node is not None, "a slab of one node without its node"
         with self._lock:
-            self._counts[slab.node] -= 1
+            if slab.node in self._counts:  # Else it was adopted, from a life with other nodes.
+                self._counts[slab.node] -= 1
 
     def _next(self) -> int:
         return min(self._counts, key=lambda node: self._counts[node])

@@ -7,7 +7,6 @@ smaller pool that works.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -61,7 +60,7 @@ class SlabStock:
         self._on_outcome = on_outcome
         self._clock = clock
         self._reserve_bytes = reserve_bytes
-        self._ids = itertools.count(1)
+        self._id_next = 1  # Of the thread that requests.
         self._stopped = threading.Event()
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="kvtier-populate")
         self._lock = threading.Lock()  # Guards the rest.
@@ -79,8 +78,20 @@ class SlabStock:
             allowed = max(0, min(count, self.slab_count_max - self._slab_count))
             self._slab_count += allowed
         for _ in range(allowed):
-            self._threads.submit(self._make, SlabId(next(self._ids)))
+            self._threads.submit(self._make, SlabId(self._id_next))
+            self._id_next += 1
         return allowed
+
+    def skip_ids(self, id_next: int) -> None:
+        """Before the first request: lower numbers are those of a former life."""
+        self._id_next = max(self._id_next, id_next)
+
+    def adopt(self, slab: Slab) -> None:
+        """One more slab alive, which a former life has populated."""
+        with self._lock:
+            assert self._slab_count < self.slab_count_max, "more slabs than the budget allows"
+            self._slab_count += 1
+        self.source.adopt(slab)
 
     def give_back(self, slab: Slab) -> None:
         """End a slab that nobody uses any more; its place counts as free again.

@@ -30,7 +30,7 @@ from kvtier.errors import ConfigError
 from kvtier.paths import default_socket_path
 from kvtier.server import logs
 from kvtier.server.activation import Listeners, take_passed
-from kvtier.server.build import Parts, Plan, build, plan_memory
+from kvtier.server.build import Parts, build
 from kvtier.server.heap import keep_message_memory
 from kvtier.server.instance import (
     clear_way,
@@ -40,7 +40,9 @@ from kvtier.server.instance import (
     raise_open_files,
     watchdog_seconds,
 )
+from kvtier.server.keeping import open_keeper
 from kvtier.server.nvme_paths import OpenDriver, open_file
+from kvtier.server.plan import Plan, plan_memory
 from kvtier.server.threads import call_soon
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,12 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     passed = take_passed(os.environ)
     listeners = Listeners([one for one in passed if one.is_listener])
     plan = replace(_plan(config), listeners=listeners)
+    left = [(one.name, one.fd) for one in passed if not one.is_listener]
     with locked(plan.state_dir):
+        keeper = open_keeper(config.restart, os.environ, left)
+        if keeper.former is not None:
+            plan = replace(plan, generation=keeper.former.inventory.generation)
+        plan = replace(plan, keeper=keeper)
         raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)
         listeners.prepare(
             {
@@ -123,6 +130,8 @@ class Daemon:
             if parts.remote is not None and parts.search is not None:
                 parts.remote.start(tasks)
                 parts.search.start(tasks)
+            lease = self._config.lease  # After whoever wants to hear of namespaces.
+            await parts.adopter.begin(lease.seconds_max + lease.margin_seconds)
             parts.mover.start(tasks)
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())
@@ -133,6 +142,7 @@ class Daemon:
             if parts.admin is not None:
                 parts.admin.start(loop)
             self._announce()
+            parts.adopter.start(tasks)
             parts.slabs.start(tasks)
             if parts.cxl is not None:
                 parts.cxl.start()
@@ -142,6 +152,7 @@ class Daemon:
             gc.freeze()  # What exists now lives as long as we do: never traverse it again.
             await self._stop.wait()
             await self._drain()
+            parts.plan.keeper.end_taking_over()
             raise _Stopped
 
     async def close(self) -> None:
@@ -151,6 +162,7 @@ class Daemon:
         await parts.grpc.stop(GRPC_GRACE_SECONDS)
         if parts.admin is not None:
             parts.admin.close()
+        parts.plan.keeper.close()
         parts.sessions.close()
         if parts.events is not None:
             parts.events.close()
@@ -218,6 +230,7 @@ class Daemon:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._parts.sessions.expire_greeted()
+            self._parts.sessions.keep()
 
     async def _feed_watchdog(self, limit_seconds: float) -> None:
         """From the event loop: when it hangs, the service manager ends us, and starts us again."""

@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,22 @@ from typing import Any
 import grpc
 
 from kvtier.clock import Clock, SystemClock
-from kvtier.config import Config, slab_bytes_for
-from kvtier.config_values import AUTO, split_address
+from kvtier.config import Config
+from kvtier.config_values import split_address
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
 from kvtier.core.settings import PIN_FRACTION_MAX
 from kvtier.errors import ConfigError
-from kvtier.io.budget import available_bytes
-from kvtier.io.nodes import node_room_bytes
 from kvtier.metrics import Metrics
 from kvtier.metrics.asked import NAMES_MAX
-from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.policy.lru import LruPolicy
 from kvtier.pools.cxl import CxlMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
 from kvtier.pools.source import memory_source
-from kvtier.server.activation import Listeners, socket_mode
+from kvtier.server.activation import socket_mode
 from kvtier.server.admin import AdminServer
+from kvtier.server.adopting import Adopter
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
 from kvtier.server.core_loop import CoreLoop, Effects
@@ -54,6 +52,7 @@ from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_path
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.owed_clears import OwedClears
 from kvtier.server.peers import PidfdWatch
+from kvtier.server.plan import Plan
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
 from kvtier.server.remote_report import RemoteReport
@@ -71,24 +70,7 @@ from kvtier.server.threads import run_in_thread
 from kvtier.server.watch import WatchHub
 from kvtier.types import TierName
 
-BUDGET_BYTES_MAX = 64 << 30
 MESSAGE_BYTES_MAX = 4 << 20
-HUGE_BYTES = 2 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What follows from the configuration and this machine, before anything is made."""
-
-    socket: Path
-    grpc_socket: Path
-    lane_socket: Path
-    state_dir: Path
-    generation: int
-    slab_bytes: int
-    slab_count_max: int
-    page_kind: str = ""
-    listeners: Listeners = field(default_factory=Listeners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +86,7 @@ class Parts:
     search: RemoteSearch | None
     nvme: NvmeKeeper | None
     sessions: Sessions
+    adopter: Adopter
     events: KvEvents | None
     socket: SessionSocket
     data: DataCalls
@@ -111,33 +94,6 @@ class Parts:
     lane: LaneListener
     tcp_address: str
     admin: AdminServer | None
-
-
-def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: int) -> Plan:
-    """Work out `auto`: a quarter of what is available, cut into slabs."""
-    budget_bytes = config.dram.bytes
-    if budget_bytes == AUTO:
-        available = available_bytes()
-        if available is None:
-            raise ConfigError("nobody tells how much memory is available: set dram.bytes")
-        if config.dram.nodes:
-            rooms = [node_room_bytes(node) or 0 for node in config.dram.nodes]
-            available = min(available, min(rooms) * len(rooms))
-        budget_bytes = min(BUDGET_BYTES_MAX, available // 4)
-    slab_bytes = config.dram.slab_bytes
-    if slab_bytes == AUTO:
-        slab_bytes = slab_bytes_for(budget_bytes)
-    if budget_bytes < slab_bytes:
-        raise ConfigError(f"{budget_bytes} bytes of memory hold no slab of {slab_bytes}")
-    return Plan(
-        socket=socket,
-        grpc_socket=grpc_socket_path(socket),
-        lane_socket=lane_socket_path(socket),
-        state_dir=state_dir,
-        generation=generation,
-        slab_bytes=slab_bytes,
-        slab_count_max=budget_bytes // slab_bytes,
-    )
 
 
 async def build(config: Config, plan: Plan, open_driver: OpenDriver = open_file) -> Parts:
@@ -180,23 +136,7 @@ class _Builder:
         self.base = _base(config, plan, epochs, lower.paths)
         self.core = self.base.core
         self.tokens = Tokens()
-        self.pool = DramPool(plan.generation)
-        self.sessions = Sessions(
-            self.core,
-            self.tokens,
-            PidfdWatch(asyncio.get_running_loop()),
-            self.base.clock,
-            sessions_max=config.server.sessions_max,
-        )
-        self.slabs = SlabKeeper(
-            self.base,
-            self.pool,
-            self.sessions,
-            slab_bytes=plan.slab_bytes,
-            slab_count_max=plan.slab_count_max,
-            populate_threads=config.dram.populate_threads,
-            source=memory_source(config.dram.nodes),
-        )
+        self._make_memory(epochs)
         self.mover = Mover(self.pool, self.core, self.base.metrics)
         self._make_lower(lower, epochs)
         self.watch = WatchHub(
@@ -232,6 +172,31 @@ class _Builder:
             puts_max=config.server.puts_max,
             lease_seconds_max=config.lease.seconds_max,
         )
+
+    def _make_memory(self, epochs: EpochStore) -> None:
+        """The DRAM tier, who maps it, and what outlives this life of it."""
+        config, plan = self.config, self.plan
+        former = plan.keeper.former
+        self.pool = DramPool(plan.generation, table_fd=former.table_fd if former else None)
+        self.sessions = Sessions(
+            self.core,
+            self.tokens,
+            PidfdWatch(asyncio.get_running_loop()),
+            self.base.clock,
+            sessions_max=config.server.sessions_max,
+            keeper=plan.keeper,
+        )
+        self.slabs = SlabKeeper(
+            self.base,
+            self.pool,
+            self.sessions,
+            slab_bytes=plan.slab_bytes,
+            slab_count_max=plan.slab_count_max,
+            populate_threads=config.dram.populate_threads,
+            source=memory_source(config.dram.nodes),
+            keeper=plan.keeper,
+        )
+        self.adopter = Adopter(self.base, self.pool, self.slabs, self.sessions, plan.keeper, epochs)
 
     def _make_events(self) -> KvEvents | None:
         config = self.config.kv_events
@@ -295,6 +260,7 @@ class _Builder:
             search=self.search,
             nvme=self.nvme,
             sessions=self.sessions,
+            adopter=self.adopter,
             events=self.events,
             socket=session_socket,
             data=self.data,
@@ -471,6 +437,7 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             slab_count_max=plan.slab_count_max,
             lease_seconds_max=lease.seconds_max,
             lease_margin_seconds=lease.margin_seconds,
+            lease_first=plan.keeper.lease_first,
             grace_seconds=lease.grace_seconds,
             watermark_start=dram.watermark_start,
             watermark_stop=dram.watermark_stop,

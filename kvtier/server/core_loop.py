@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvtier.clock import Clock
+from kvtier.core.engines import Session
 from kvtier.core.events import Event, Slots, Tick
 from kvtier.core.instructions import Continue, Instruction, LeasePending, Reply
 from kvtier.core.listing import Listing
@@ -43,6 +44,7 @@ class Manager(Protocol):
     def next_deadline(self) -> float | None: ...
     def recency(self, tier: TierName) -> Slots: ...
     def stats(self) -> ManagerStats: ...
+    def sessions(self) -> list[Session]: ...
     @property
     def locator(self) -> Locator: ...
     def check_invariants(self) -> list[str]: ...
@@ -71,6 +73,7 @@ class CoreLoop:
         self.listing = manager.listing
         self.recency = manager.recency
         self.stats = manager.stats
+        self.sessions = manager.sessions
         self.check_invariants = manager.check_invariants
 
     @property

@@ -21,6 +21,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -232,6 +233,8 @@ def listen(path: Path) -> socket.socket:
 
 def hold(path: Path, *, count_max: int = COUNT_MAX) -> int:
     """Run a holder until SIGTERM or SIGINT; the exit code."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener = listen(path)
     wakeup, inner = socket.socketpair()
     inner.setblocking(False)

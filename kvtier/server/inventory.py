@@ -18,8 +18,8 @@ import json
 import os
 import struct
 import zlib
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
 from kvtier.io.memory import create_memfd
 
@@ -29,14 +29,26 @@ HALF_BYTES = 8 << 20  # Sparse; a slab set takes about 100 bytes, a session 200.
 _HEAD = struct.Struct("<4sIQI")
 _CRC = struct.Struct("<I")
 _TEXT_AT = _HEAD.size + _CRC.size
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedSlab:
+    """A slab; it is parked under its name."""
+
+    name: str
+    slab: int
+    page_kind: str
+    huge_bytes: int = 0
+    node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedSet:
-    """A slab set; its slabs are parked under their names."""
+    """A slab set."""
 
     fingerprint: str  # Hexadecimal, like all bytes here.
-    slabs: tuple[str, ...]
+    slabs: tuple[ParkedSlab, ...]
     slot_first: int
     slot_count: int
     slot_bytes: int
@@ -44,11 +56,37 @@ class ParkedSet:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedSession:
+    """A session that somebody may still touch memory under."""
+
+    session: int
+    engine: str
+    role: str
+    shards: tuple[int, ...]
+    by_value: bool
+    process: int  # Sessions of one process have the same number here.
+    state: str  # Of the process: a name of core's ProcessState.
+    client: str = ""
+    token: str = ""  # Empty: its client will never name it again.
+    replaces: int = 0
+    replaced_by: int = 0
+    pidfd: str = ""  # The name that its process is parked under.
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
-    generation: int
+    generation: int  # 0: the writer has given up to keep anything.
     table_version: int
     slot_next: int
     sets: tuple[ParkedSet, ...] = ()
+    table: str = ""  # The name that the slot table is parked under.
+    slab_next: int = 1
+    session_next: int = 1
+    tries: int = 0  # Lives in a row that took it over and ended soon after, out of order.
+    life: int = 0  # How often this memory has been taken over.
+    hold_seconds: float = 0.0  # How long a lease of this life runs at most.
+    namespaces: tuple[str, ...] = ()  # Canonical JSON of their facts, in the order of their ids.
+    sessions: tuple[ParkedSession, ...] = ()
 
 
 class InventoryFile:
@@ -57,17 +95,37 @@ class InventoryFile:
     def __init__(self, fd: int | None = None) -> None:
         """`fd`: that of the life before, which is gone on with; it is ours then."""
         self.fd = create_memfd("kvtier-inventory", 2 * HALF_BYTES) if fd is None else fd
+        # Of what is in the inventory, by its id: thousands of sets stay as they are.
+        self._texts: dict[int, tuple[object, str]] = {}
         found = _newest(self.fd)
         self._number = 0 if found is None else found[0]
 
     def write(self, inventory: Inventory) -> None:
         """When this returns the new one counts; until then the old one does."""
-        text = json.dumps(asdict(inventory)).encode()
+        text = self._text(inventory).encode()
         assert len(text) <= HALF_BYTES - _TEXT_AT, "the inventory has outgrown its half"
         self._number += 1
         head = _HEAD.pack(MAGIC, VERSION, self._number, len(text))
         crc = _CRC.pack(zlib.crc32(text, zlib.crc32(head)))
         os.pwrite(self.fd, head + crc + text, self._number % 2 * HALF_BYTES)
+
+    def _text(self, inventory: Inventory) -> str:
+        """What `json.dumps(asdict(inventory))` means."""
+        parts: dict[str, tuple[Any, ...]] = {
+            "sets": inventory.sets,
+            "sessions": inventory.sessions,
+        }
+        texts = {
+            id(one): self._texts.get(id(one)) or (one, json.dumps(asdict(one)))
+            for ones in parts.values()
+            for one in ones
+        }
+        self._texts = texts
+        rest = json.dumps(asdict(replace(inventory, sets=(), sessions=())))
+        for name, ones in parts.items():
+            whole = ", ".join(texts[id(one)][1] for one in ones)
+            rest = rest.replace(f'"{name}": []', f'"{name}": [{whole}]', 1)
+        return rest
 
     def close(self) -> None:
         os.close(self.fd)
@@ -82,15 +140,30 @@ def read_inventory(fd: int) -> Inventory | str:
     if version != VERSION:
         return f"the inventory has version {version}, this daemon reads version {VERSION}"
     try:
-        fields = json.loads(text)
-        sets = tuple(_parked_set(one) for one in fields.pop("sets"))
-        return Inventory(sets=sets, **fields)
-    except (ValueError, TypeError, KeyError) as error:
+        return _inventory(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         return f"the inventory cannot be understood: {error!r}"
 
 
-def _parked_set(fields: dict[str, Any]) -> ParkedSet:
-    return ParkedSet(slabs=tuple(fields.pop("slabs")), **fields)
+def _inventory(found: dict[str, Any]) -> Inventory:
+    sets = tuple(
+        replace(
+            _known(ParkedSet, one), slabs=tuple(_known(ParkedSlab, slab) for slab in one["slabs"])
+        )
+        for one in found["sets"]
+    )
+    sessions = tuple(
+        replace(_known(ParkedSession, one), shards=tuple(one["shards"]))
+        for one in found.get("sessions", ())
+    )
+    namespaces = tuple(found.get("namespaces", ()))
+    return replace(_known(Inventory, found), sets=sets, sessions=sessions, namespaces=namespaces)
+
+
+def _known(kind: type[T], found: dict[str, Any]) -> T:
+    """Another build may have written more than this one knows, or left out what is newer."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # A dataclass.
+    return kind(**{name: value for name, value in found.items() if name in names})
 
 
 def _newest(fd: int) -> tuple[int, int, bytes] | None:

@@ -64,6 +64,15 @@ EVENTS: dict[str, LogEvent] = {
     "block corrupt in memory, dropped": LogEvent(
         "error", "its checksum did not match", ("reason",)
     ),
+    "memory of the former life taken over": LogEvent(
+        "info", "its blocks count from now on", ("sets", "blocks", "seconds")
+    ),
+    "memory of the former life is let go": LogEvent("warning", "DRAM begins empty", ("reason",)),
+    "slab set not taken over": LogEvent("warning", "its blocks are lost", ("first", "reason")),
+    "namespace not taken over": LogEvent("warning", "its blocks are lost", ("reason",)),
+    "memory will not outlive this daemon": LogEvent(
+        "warning", "the next one begins empty", ("reason",)
+    ),
     "first slab populated": LogEvent("info", "which pages there are", ("pages", "source")),
     "pool populated": LogEvent("info", "all of dram.bytes is there", ("bytes", "huge_bytes")),
     "slab refused, the pool is smaller for now": LogEvent(
@@ -76,9 +85,11 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "replay request not understood": LogEvent("warning", "of KV events", ("frames",)),
     "making nvme pool": LogEvent("info", "the first start", ("paths", "bytes")),
-    "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean")),
+    "nvme pool opened": LogEvent("info", "", ("paths", "bytes", "was_clean", "key_id")),
     "nvme pool read": LogEvent(
-        "info", "its blocks count from now on", ("blocks", "namespaces", "seconds")
+        "info",
+        "its blocks count from now on",
+        ("blocks", "namespaces", "seconds", "locked_segments"),
     ),
     "nvme path is buffered: slower, and its pages take memory": LogEvent(
         "warning", "no O_DIRECT there", ("path", "reason")

@@ -91,7 +91,12 @@ class NvmeKeeper:
 
     async def open(self) -> None:
         """From here on the pool says that it was not closed in order. Raises ConfigError."""
-        work = partial(NvmePool, self._paths.drivers, on_condition=self._condition_from_thread)
+        work = partial(
+            NvmePool,
+            self._paths.drivers,
+            make_sealer=self._paths.make_sealer,
+            on_condition=self._condition_from_thread,
+        )
         self._pool = await run_in_thread(work, "kvtier-open")
         self._transfers = Transfers(self._base, self._dram, self._pool, self.wear)
 
@@ -103,6 +108,7 @@ class NvmeKeeper:
                 "paths": len(self._paths.drivers),
                 "bytes": self.capacity_bytes,
                 "was_clean": self._pool.was_clean,
+                "key_id": self._pool.key_id,
             },
         )
         self._read_ended.clear()
@@ -167,6 +173,7 @@ class NvmeKeeper:
             extra={
                 "blocks": found.block_count,
                 "namespaces": len(found.chains),
+                "locked_segments": self._pool.locked_count,
                 "seconds": round(self.recovery_seconds, 3),
             },
         )
@@ -201,6 +208,7 @@ class NvmeKeeper:
                 row_count_max=geometry.row_count_max,
                 lane_count=geometry.path_count,
                 sequence_first=self._pool.sequence_first,
+                key_id=self._pool.key_id,
                 lives=found.lives,
                 is_writable=self._pool.condition.state is PoolState.ON,
             )

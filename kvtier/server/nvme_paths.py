@@ -19,6 +19,8 @@ from kvtier.config_values import AUTO
 from kvtier.errors import ConfigError
 from kvtier.io.driver import Driver
 from kvtier.io.file import FileDriver
+from kvtier.pools.key_file import sealer_from
+from kvtier.pools.nvme import MakeSealer
 from kvtier.pools.nvme_paths import format_paths, sorted_paths
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class NvmePaths:
 
     drivers: tuple[Driver, ...]
     capacity_bytes: int  # Of all segments.
+    make_sealer: MakeSealer | None = None  # Blocks are encrypted.
 
     @property
     def queued_count(self) -> int:
@@ -62,6 +65,7 @@ def open_file(path: Path, depth: int) -> Driver:
 
 def open_paths(config: NvmeConfig, open_driver: OpenDriver = open_file) -> NvmePaths:
     """Raises ConfigError."""
+    make_sealer = _sealer_of(config)
     paths = [Path(path).expanduser() for path in config.paths]
     if config.bytes != AUTO:
         _make_absent(paths, config.bytes)
@@ -75,7 +79,16 @@ def open_paths(config: NvmeConfig, open_driver: OpenDriver = open_file) -> NvmeP
         raise ConfigError(f"nvme.paths: {error}") from None
     geometry = superblocks[0].geometry
     segment_count = geometry.segment_count * geometry.path_count
-    return NvmePaths(tuple(ordered), segment_count * geometry.segment_bytes)
+    return NvmePaths(tuple(ordered), segment_count * geometry.segment_bytes, make_sealer)
+
+
+def _sealer_of(config: NvmeConfig) -> MakeSealer | None:
+    if not config.key_file:
+        return None
+    try:
+        return sealer_from(Path(config.key_file).expanduser())
+    except ConfigError as error:
+        raise ConfigError(f"nvme.key_file: {error}") from None
 
 
 def _open_one(path: Path, depth: int, open_driver: OpenDriver) -> Driver:

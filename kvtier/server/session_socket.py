@@ -180,6 +180,7 @@ class SessionSocket:
             lease_ms_max=int(self._facts.lease_seconds_max * 1e3),
             lease_margin_ms=int(self._facts.lease_margin_seconds * 1e3),
             grpc_address=self._facts.grpc_address,
+            keeps_memory=self._sessions.keeps_memory,
         )
         link.send(pb.DaemonFrame(opened=opened).SerializeToString())
         return record

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
@@ -18,8 +18,11 @@ from kvtier.core.events import ProcessDied, SessionEnded, SessionLost, SessionOp
 from kvtier.core.instructions import AcknowledgeQuiet, RecallSlots, RequestQuiet
 from kvtier.errors import LimitExceeded, Unauthenticated
 from kvtier.server.core_loop import CoreLoop
+from kvtier.server.inventory import ParkedSession
+from kvtier.server.keeping import Keeper
 from kvtier.server.link import Link
 from kvtier.server.peers import PidfdWatch
+from kvtier.server.restored import NoLink, parked_session, restored_events
 from kvtier.server.security import Caller, Tokens
 from kvtier.types import EngineId, Role, SessionId, SlabId
 from kvtier.v1 import kvtier_pb2 as pb
@@ -39,8 +42,9 @@ class SessionRecord:
     name: str
     by_value: bool
     caller: Caller
-    link: Link
+    link: Link | NoLink
     pidfd: int | None
+    pidfd_name: str = ""  # That the process is parked under.
     offered: set[SlabId] = field(default_factory=set)
     replaces: SessionId | None = None
     replaced_by: SessionId | None = None
@@ -73,7 +77,10 @@ class Sessions:
         clock: Clock,
         *,
         sessions_max: int,
+        keeper: Keeper | None = None,
     ) -> None:
+        """`keeper`: with whom sessions are left that somebody may touch memory under."""
+        self._keeper = Keeper() if keeper is None else keeper
         self._core = core
         self._tokens = tokens
         self._pidfds = pidfds
@@ -81,11 +88,17 @@ class Sessions:
         self.sessions_max = sessions_max
         self._records: dict[SessionId, SessionRecord] = {}
         self._next_id = 1  # 0 is the daemon's own session.
+        self._kept_until = 0  # Lower numbers are not given by the next life.
 
     @property
     def used_count(self) -> int:
         """Of `sessions_max`: live and lost ones, and those opened by Greet."""
         return len(self._records) + self._tokens.greeted_count
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether what is in memory outlives this daemon."""
+        return self._keeper.is_on
 
     def get(self, session: SessionId) -> SessionRecord | None:
         return self._records.get(session)
@@ -127,8 +140,8 @@ class Sessions:
                 node=opening.node,
             )
         )
-        if record.pidfd is not None:
-            self._pidfds.watch(record.pidfd, lambda: self._core.spawn(lambda: self._died(record)))
+        self._keep(record)
+        self._watch(record)
         log.info("session opened", extra=_facts(record))
         return record
 
@@ -161,6 +174,7 @@ class Sessions:
         self._close(record)
         self._forget(record)
         self._core.post(SessionEnded(record.id))
+        self.keep()
         log.info("session ended", extra=_facts(record))
 
     def lost(self, record: SessionRecord) -> None:
@@ -175,6 +189,7 @@ class Sessions:
             return
         self._close(record)
         self._core.post(SessionLost(record.id))
+        self.keep()
         log.warning("session lost", extra=_facts(record))
 
     def confirm(self, record: SessionRecord) -> None:
@@ -188,6 +203,58 @@ class Sessions:
         for record in self._records.values():
             record.link.close()
         self._pidfds.close()
+
+    # ----------------------------------------------------------------- for the life after this one
+
+    def keep(self) -> None:
+        """Leave with the keeper what changed; from time to time too: quarantines end unseen."""
+        if self._keeper.is_on:
+            self._keeper.note_sessions(
+                parked_session(one, self._records.get(one.session))
+                for one in self._core.sessions()
+                if one.role is not Role.TOOL
+            )
+
+    def revive(self, parked: Sequence[ParkedSession], session_next: int) -> None:
+        """Sessions of the life before; their clients may come back and name them. All are lost."""
+        self._next_id = max(self._next_id, session_next)
+        for one in parked:
+            if one.token:
+                self._revive_record(one)
+        for record in self._records.values():
+            if record.replaces not in self._records:
+                record.replaces = None
+            if record.replaced_by not in self._records:
+                record.replaced_by = None
+        for event in restored_events(parked):
+            self._core.post(event)
+        for record in self._records.values():
+            self._watch(record)
+
+    def _revive_record(self, one: ParkedSession) -> None:
+        session, role = SessionId(one.session), Role[one.role]
+        caller = Caller(session, role, one.by_value, False, bytes.fromhex(one.token), self._now())
+        self._records[session] = SessionRecord(
+            id=session,
+            engine=EngineId(bytes.fromhex(one.engine)),
+            role=role,
+            name=one.client,
+            by_value=one.by_value,
+            caller=caller,
+            link=NoLink(),
+            pidfd=self._keeper.take(one.pidfd) if one.pidfd else None,
+            pidfd_name=one.pidfd,
+            replaces=SessionId(one.replaces) if one.replaces else None,
+            replaced_by=SessionId(one.replaced_by) if one.replaced_by else None,
+            is_live=False,
+            is_known=True,
+        )
+
+    def _keep(self, record: SessionRecord) -> None:
+        if record.pidfd is not None and not record.pidfd_name:
+            record.pidfd_name = f"process-{record.id}"
+            self._keeper.keep_process(record.pidfd_name, record.pidfd)
+        self.keep()
 
     # ----------------------------------------------------------------------------- instructions
 
@@ -226,7 +293,13 @@ class Sessions:
     def _new_id(self) -> SessionId:
         found = SessionId(self._next_id)
         self._next_id += 1
+        if found >= self._kept_until:
+            self._kept_until = self._keeper.sessions_until(found)
         return found
+
+    def _watch(self, record: SessionRecord) -> None:
+        if record.pidfd is not None:
+            self._pidfds.watch(record.pidfd, lambda: self._core.spawn(lambda: self._died(record)))
 
     def _old_record(self, opening: Opening) -> SessionRecord | None:
         """The newest session of the process that this client names and proves."""
@@ -250,6 +323,7 @@ class Sessions:
         self._close(old)
         old.replaced_by = new.id
         new.replaces = old.id
+        new.pidfd_name, old.pidfd_name = old.pidfd_name, ""  # It is the same process.
         if old.pidfd is not None:
             if new.pidfd is None:
                 new.pidfd = old.pidfd
@@ -268,6 +342,7 @@ class Sessions:
         self._close(record)
         self._forget(record)
         self._core.post(ProcessDied(record.id))
+        self.keep()
         log.info("process died", extra=_facts(record))
 
     def _forget(self, record: SessionRecord) -> None:

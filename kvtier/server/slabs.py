@@ -27,6 +27,8 @@ from kvtier.pools.slabs import Slab
 from kvtier.pools.source import SlabSource
 from kvtier.pools.stock import Outcome, PopulateRefused, SlabStock
 from kvtier.server.base import Base
+from kvtier.server.inventory import ParkedSet, ParkedSlab
+from kvtier.server.keeping import Keeper
 from kvtier.server.sessions import Sessions
 from kvtier.types import SlabId
 from kvtier.v1 import kvtier_pb2 as pb
@@ -50,8 +52,11 @@ class SlabKeeper:
         slab_count_max: int,
         populate_threads: int,
         source: SlabSource | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
+        """`keeper`: with whom slabs are left that somebody may be offered."""
         self._pool = pool
+        self._keeper = Keeper() if keeper is None else keeper
         self._core = base.core
         self._namespaces = base.namespaces
         self._sessions = sessions
@@ -73,6 +78,10 @@ class SlabKeeper:
         )
 
     @property
+    def slab_bytes(self) -> int:
+        return self._slab_bytes
+
+    @property
     def budget_bytes(self) -> int:
         return self._slab_bytes * self._slab_count_max
 
@@ -84,13 +93,32 @@ class SlabKeeper:
         """Begin to populate; returns at once."""
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
-        self._stock.request(self._slab_count_max)
+        self._stock.request(self._slab_count_max - self._stock.slab_count)
 
     def stop(self) -> None:
         """Wait for the threads: at most one step of populating each."""
         if self._retry is not None:
             self._retry.cancel()
         self._stock.stop()
+
+    # -------------------------------------------------------------------------------- adopting
+
+    def skip_slabs(self, slab_next: int) -> None:
+        """Before `start`: lower numbers are those of the life before."""
+        self._stock.skip_ids(slab_next)
+
+    @property
+    def room_count(self) -> int:
+        """Slabs that the budget still allows."""
+        return self._slab_count_max - self._stock.slab_count
+
+    def adopt(self, slab: Slab) -> None:
+        """Before `start`: a slab that the life before has populated; it is bound next."""
+        assert slab.length_bytes == self._slab_bytes, "a slab of another size"
+        self._stock.adopt(slab)
+        self._pool.add_slab(slab)
+        self._populated_count += 1
+        self.huge_bytes += slab.huge_bytes
 
     # ------------------------------------------------------------------------------ populating
 
@@ -147,6 +175,17 @@ class SlabKeeper:
         )
         for slab in bound.slabs:
             self._bindings[slab] = bound
+        self._keeper.keep_set(
+            ParkedSet(
+                namespace.fingerprint.hex(),
+                tuple(_parked(self._pool.slab(slab)) for slab in bound.slabs),
+                bound.slot_first,
+                bound.slot_count,
+                namespace.slot_bytes,
+                namespace.spec.shard_bytes,
+            ),
+            [self._pool.slab_fd(slab) for slab in bound.slabs],
+        )
 
     def on_offer(self, offer: OfferSlab) -> None:
         record = self._sessions.get(offer.session)
@@ -178,6 +217,7 @@ class SlabKeeper:
     def on_drop(self, dropped: DropSlabs) -> None:
         """Nobody holds these slabs any more: punch them and have fresh ones populated."""
         assert self._tasks is not None, "a slab before the start"
+        self._keeper.drop_set(self._bindings[dropped.slabs[0]].slot_first)
         for slab in dropped.slabs:
             del self._bindings[slab]
         self._tasks.create_task(self._replace(self._pool.drop(dropped.slab_set)))
@@ -206,3 +246,9 @@ class SlabKeeper:
 
     def on_write_gone(self, written: WriteGone) -> None:
         self._pool.write_gone(written.slots)
+
+
+def _parked(slab: Slab) -> ParkedSlab:
+    return ParkedSlab(
+        f"slab-{slab.id}", slab.id, str(slab.page_kind), huge_bytes=slab.huge_bytes, node=slab.node
+    )

@@ -167,7 +167,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., client_version: _Optional[str] = ..., engine_id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., shards: _Optional[_Iterable[int]] = ..., welcome_ns: _Optional[int] = ..., client_ns: _Optional[int] = ..., old_session_id: _Optional[int] = ..., old_token: _Optional[bytes] = ..., name: _Optional[str] = ..., memory_node: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("session_id", "token", "by_value", "by_value_reason", "lease_ms_max", "lease_margin_ms", "grpc_address")
+    __slots__ = ("session_id", "token", "by_value", "by_value_reason", "lease_ms_max", "lease_margin_ms", "grpc_address", "keeps_memory")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     BY_VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class SessionOpened(_message.Message):
     LEASE_MS_MAX_FIELD_NUMBER: _ClassVar[int]
     LEASE_MARGIN_MS_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     token: bytes
     by_value: bool
@@ -182,7 +183,8 @@ class SessionOpened(_message.Message):
     lease_ms_max: int
     lease_margin_ms: int
     grpc_address: str
-    def __init__(self, session_id: _Optional[int] = ..., token: _Optional[bytes] = ..., by_value: bool = ..., by_value_reason: _Optional[str] = ..., lease_ms_max: _Optional[int] = ..., lease_margin_ms: _Optional[int] = ..., grpc_address: _Optional[str] = ...) -> None: ...
+    keeps_memory: bool
+    def __init__(self, session_id: _Optional[int] = ..., token: _Optional[bytes] = ..., by_value: bool = ..., by_value_reason: _Optional[str] = ..., lease_ms_max: _Optional[int] = ..., lease_margin_ms: _Optional[int] = ..., grpc_address: _Optional[str] = ..., keeps_memory: bool = ...) -> None: ...
 
 class OpenNamespace(_message.Message):
     __slots__ = ("spec", "about")

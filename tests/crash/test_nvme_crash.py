@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ import pytest
 
 from kvtier.io.driver import Outcome
 from kvtier.layout import SlotLayout
+from kvtier.pools.key_file import Key
 from kvtier.pools.nvme_paths import format_paths, open_paths
+from kvtier.pools.sealing import Sealer
 from tests.support.crashing_file import CrashingDriver
 from tests.support.forms import rounds, state_finding
 from tests.support.nvme_pools import (
@@ -42,6 +45,7 @@ from tests.support.nvme_pools import (
 
 LENGTH_BYTES = 1 << 19  # 6 segments a path.
 LAYOUTS = {"small": SMALL, "large": LARGE, "sharded": SHARDED}
+KEYS = (Key(1, b"k" * 32),)
 EPOCHS = {fingerprint_of(name): EPOCH for name in LAYOUTS}
 STEPS = 40
 LIVES = 3
@@ -61,6 +65,7 @@ class Load:
 
     chance: random.Random
     drivers: list[CrashingDriver]
+    is_sealed: bool = False
     blocks: dict[str, Told] = field(default_factory=dict)
     durable: set[str] = field(default_factory=set)  # Their entries and bytes were synced since.
     ended: set[str] = field(default_factory=set)  # Gone, and the sync came after.
@@ -73,9 +78,12 @@ class Load:
     reuse_count: int = 0
     corrupt_count: int = 0
 
+    def open(self, drivers: list[CrashingDriver]) -> BookedPool:
+        return BookedPool(drivers, make_sealer=partial(Sealer, KEYS) if self.is_sealed else None)
+
     def run_life(self) -> None:
         """Open, recover and check, work, and lose power."""
-        pool = BookedPool([CrashingDriver(one.file, one.name) for one in self.drivers])
+        pool = self.open([CrashingDriver(one.file, one.name) for one in self.drivers])
         self.check(pool)
         for _ in range(STEPS):
             self.step(pool)
@@ -164,10 +172,10 @@ class Load:
 
 def run_load(seed: int) -> Load:
     chance = random.Random(seed)
-    load = Load(chance, make_drivers(chance.choice((1, 2)), LENGTH_BYTES))
+    load = Load(chance, make_drivers(chance.choice((1, 2)), LENGTH_BYTES), is_sealed=seed % 3 == 0)
     for _ in range(LIVES):
         load.run_life()
-    load.check(BookedPool(load.drivers))
+    load.check(load.open(load.drivers))
     return load
 
 

@@ -18,7 +18,10 @@ from kvtier.clock import SystemClock
 from kvtier.io.checksum import block_checksum
 from kvtier.io.copy import copy_batch, copy_summed, read_pieces, write_piece
 from kvtier.io.memory import MADV_POPULATE_WRITE, create_memfd
+from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.memory import Mapping
+from kvtier.pools.key_file import Key
+from kvtier.pools.sealing import SealedPlace, Sealer
 from kvtier.pools.slabs import PageKind, Slab, populate_slab, punch_slab
 from kvtier.types import SlabId
 
@@ -99,6 +102,21 @@ def test_copying_and_summing_holds_no_gil(slabs: list[Slab]) -> None:
 def test_a_checksum_holds_no_gil(slabs: list[Slab]) -> None:
     shard = slabs[0].mapping.array
     assert_leaves_turns(lambda: block_checksum([shard]))
+
+
+@pytest.mark.parametrize("side", ["sealing", "opening"])
+def test_a_sealed_block_holds_no_gil(slabs: list[Slab], side: str) -> None:
+    layout = SlotLayout(SLAB_BYTES - 4096, 1, is_sealed=True)
+    place = SealedPlace(SegmentHeader(0, b"f" * 16, layout, 1, sequence=1, key_id=1), 0)
+    sealer = Sealer([Key(1, b"k" * 32)], generation=1)
+    shard, sealed = slabs[0].mapping.array[: layout.shard_bytes], slabs[1].mapping.array
+    if side == "sealing":
+        assert_leaves_turns(lambda: sealer.seal_block(place, [shard], sealed))
+        return
+    sealer.seal_block(place, [shard], sealed)
+    opened: list[bool] = []
+    assert_leaves_turns(lambda: opened.append(sealer.open_block(place, sealed, [shard])))
+    assert opened == [True]
 
 
 def test_reading_and_writing_by_value_leaves_turns_to_others(slabs: list[Slab]) -> None:

@@ -24,9 +24,15 @@ def hold_seconds(world: World) -> float:
 
 
 def restart(
-    world: World, engines: Sequence[FakeEngine], unreadable: Callable[[int], bool] = lambda _: False
+    world: World,
+    engines: Sequence[FakeEngine],
+    unreadable: Callable[[int], bool] = lambda _: False,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
-    """kill -9, and a daemon that adopts; entries of `unreadable` slots cannot be read."""
+    """kill -9, and a daemon that adopts; entries of `unreadable` slots cannot be read.
+
+    `before`: what the new one does before it adopts, its namespaces open.
+    """
     world.config = replace(world.config, lease_first=world.config.lease_first + 100_000)
     sets = sorted(world.sets.values(), key=lambda bound: bound.slots.start)
     sessions = sorted(world.manager.sessions(), key=lambda one: one.session)
@@ -43,11 +49,14 @@ def restart(
     for engine in engines:
         for process in engine.processes:
             process.session = None
+    before()
     _restore_sessions(world, sessions)
     for bound in sets:
         _adopt_set(world, bound, [one.session for one in sessions])
     for namespace, (ready, filled) in tables.items():
         slots = [slot for bound in sets if bound.namespace == namespace for slot in bound.slots]
+        if not slots:
+            continue
         readable = [slot for slot in slots if not unreadable(slot)]
         _adopt_filled(world, namespace, readable, filled, sessions)
         _adopt_free(world, namespace, readable, ready, filled)

@@ -80,7 +80,7 @@ class CrashingDriver:
                 continue
             self._assert_fits(access)
             offset = access.offset
-            for view in access.views:
+            for view in batch.to_read([access])[0].views:
                 self.file.read(offset, view)
                 offset += len(view)
             sound = batch.is_sound(access.member)
@@ -96,7 +96,7 @@ class CrashingDriver:
                 batch.finish(access.member, Outcome.CORRUPT)
                 continue
             offset = access.offset
-            for view in access.views:
+            for view in batch.to_write([access])[0].views:
                 self.file.write(offset, view)
                 offset += len(view)
             batch.finish(access.member, Outcome.DONE)

@@ -56,6 +56,10 @@ class RunningDaemon:
             command += ["--set", f"{name}={value}"]
         return command
 
+    def set_option(self, name: str, value: str) -> None:
+        """For the next start."""
+        self._options[name] = value
+
     def start(self) -> None:
         """Returns when the daemon said READY; raises DaemonFailed with its log otherwise."""
         started = time.monotonic()

@@ -104,6 +104,27 @@ class EngineProcess:
         hashes = chain_hashes(label, count)
         return {"count": known_blocks.offload(self.client, self.namespace, hashes)}
 
+    def fill(self, label: str, count: int) -> Answer:
+        """Commit up to `count` blocks as long as there are slots at once; without their bytes."""
+        hashes, done = chain_hashes(label, count), 0
+        slots: list[int] = []
+        while done < count:
+            given = self.client.reserve(self.namespace, count - done)
+            if not len(given.slots):
+                break
+            some = hashes[done : done + len(given.slots)]
+            self.client.commit(
+                self.namespace,
+                some,
+                given.slots,
+                parent=hashes[done - 1] if done else None,
+                session=given.session,
+                epoch=given.epoch,
+            )
+            done += len(some)
+            slots += given.slots.tolist()
+        return {"count": done, "slots": slots}
+
     def onboard(self, label: str, count: int) -> Answer:
         hashes = chain_hashes(label, count)
         return {"count": known_blocks.onboard(self.client, self.namespace, hashes)}

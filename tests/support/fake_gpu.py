@@ -8,8 +8,9 @@ writes, finds it whatever the timing was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvtier.cuda.runtime import Ranges, Stream
 from kvtier.engine.attention import AttentionPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.gpu_device import GpuDevice
-from kvtier.engine.kv_cache import block_bytes
+from kvtier.engine.kv_cache import block_bytes, columns_of, copy_blocks
 from kvtier.engine.model import LlamaModel
 
 if TYPE_CHECKING:
@@ -65,6 +66,21 @@ class FakeGpu(GpuDevice):
     def address_of(self, tensor: torch.Tensor) -> int:
         assert tensor is self.kv_cache, "nothing else is in the fake's memory"
         return self._address
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self.before_launch()
+        reads, writes = (
+            Ranges.of(*((self._address + b * self._block_bytes, self._block_bytes) for b in column))
+            for column in zip(*copies, strict=True)
+        )
+        self.cuda.compute(
+            self.compute,
+            self.costs.part_seconds,
+            reads=reads,
+            writes=writes,
+            effect=partial(copy_blocks, self.kv_cache, *columns_of(copies)),
+            name="copy on write",
+        )
 
     def launch(self, part: Part) -> None:
         self.before_launch()

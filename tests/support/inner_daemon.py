@@ -20,8 +20,8 @@ import uvloop
 
 from kvtier.config import Config
 from kvtier.server.app import run_daemon
-from kvtier.server.build import Plan, plan_memory
 from kvtier.server.nvme_paths import OpenDriver
+from kvtier.server.plan import Plan, plan_memory
 from kvtier.server.threads import call_soon
 
 T = TypeVar("T")

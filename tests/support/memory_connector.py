@@ -68,6 +68,7 @@ class MemoryScheduler:
         self.hashes_of_job: dict[int, tuple[bytes, ...]] = {}
         self._spec = spec
         self._prompts: dict[str, tuple[bytes, ...]] = {}
+        self._chains: dict[str, tuple[bytes, ...]] = {}
         self._local_counts: dict[str, int] = {}
         self._onboards: list[OnboardJob] = []
         self._offloads: list[OffloadJob] = []
@@ -112,6 +113,7 @@ class MemoryScheduler:
         self, request_id: str, hashes: Sequence[bytes], device_blocks: Sequence[int]
     ) -> None:
         assert len(hashes) == len(device_blocks)
+        self._chains[request_id] = tuple(hashes)
         fresh = [
             (block_hash, device_block)
             for block_hash, device_block in zip(hashes, device_blocks, strict=True)
@@ -153,6 +155,8 @@ class MemoryScheduler:
 
     def on_preempted(self, request_id: str) -> bool:
         self.blocks.preempted_count += 1
+        if len(chain := self._chains.get(request_id, ())) > len(self._prompts[request_id]):
+            self._prompts[request_id] = chain
         return self._hold(request_id)
 
     def on_device_blocks_short(self, block_count: int) -> None:

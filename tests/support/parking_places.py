@@ -83,3 +83,45 @@ class FakeFdStore:
             self._kept.extend((name, fd) for fd in fds)
             if fields.get("FDPOLL") == "0":
                 self.unpolled.add(name)
+
+
+class Killed(Exception):
+    """The daemon ended here."""
+
+
+class MemoryParking:
+    """A parking place in this process, for lives that end between any two of its requests."""
+
+    def __init__(self, kept: dict[str, int], *, requests_max: int | None = None) -> None:
+        """`kept` is shared by all lives; the request after `requests_max` is never sent."""
+        self.kept = kept
+        self.requests_max = requests_max
+        self.error: Exception | None = None  # Raised by the next requests.
+
+    def park(self, name: str, fd: int) -> None:
+        self.count()
+        self._close(name)
+        self.kept[name] = os.dup(fd)
+
+    def unpark(self, name: str) -> None:
+        self.count()
+        self._close(name)
+
+    def take_all(self) -> dict[str, int]:
+        return {name: os.dup(fd) for name, fd in self.kept.items()}
+
+    def close(self) -> None:
+        pass
+
+    def count(self) -> None:
+        """One step of the story."""
+        if self.error is not None:
+            raise self.error
+        if self.requests_max is not None:
+            if self.requests_max == 0:
+                raise Killed
+            self.requests_max -= 1
+
+    def _close(self, name: str) -> None:
+        if name in self.kept:
+            os.close(self.kept.pop(name))

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.engines import Session
 from kvtier.core.listing import Listing
 from kvtier.core.stats import ManagerStats
 from kvtier.types import NamespaceId, PrefixMatch, TierName
@@ -54,6 +55,9 @@ class RecordingManager:
     def stats(self) -> ManagerStats:
         assert self.counts is not None, "the test has set no counts"
         return self.counts
+
+    def sessions(self) -> list[Session]:
+        return []
 
     def check_invariants(self) -> list[str]:
         return []

@@ -264,7 +264,7 @@ class World:
         self.make_anew()
         for part in (self.reserved_watchers, self.drop_watchers):
             part.clear()
-        for whole in (self.mail, self.content, self.checksum_at):
+        for whole in (self.mail, self.content, self.checksum_at, self.node_of):
             whole.clear()
         self.scribbled.clear()
         self.dropped_slots.clear()

@@ -55,7 +55,14 @@ LAYERS: dict[str, Layer] = {
     "config_values": Layer(VALUES, ENGINES),
     "config_remote": Layer((*VALUES, "config_values"), ENGINES),
     "config_events": Layer((*VALUES, "config_values"), ENGINES),
-    "config": Layer((*VALUES, "paths", "config_values", "config_remote", "config_events"), ENGINES),
+    "config_restart": Layer((*VALUES, "config_values"), ENGINES),
+    "config": Layer(
+        (
+            *(*VALUES, "paths", "config_values"),
+            *("config_remote", "config_events", "config_restart"),
+        ),
+        ENGINES,
+    ),
     "metrics": Layer(VALUES, ENGINES),
     "policy": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "sizing": Layer(VALUES, (*EFFECTS, *ENGINES)),
@@ -66,7 +73,8 @@ LAYERS: dict[str, Layer] = {
     "server": Layer(
         (
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
-            *("clock", "paths", "v1", "config_remote", "config_events", "codec"),
+            *("clock", "paths", "v1", "codec"),
+            *("config_remote", "config_events", "config_restart"),
         ),
         ENGINES,
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from kvtier.core import adoption
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.types import NamespaceId
@@ -19,7 +21,7 @@ class AdoptedStory(Story):
 
     def __init__(self, path: str) -> None:
         super().__init__(CONFIG)
-        self.slots = self.offload(path)
+        self.slots = self.offload(path) if path else []
 
     def kill(self, *, unreadable: tuple[int, ...] = ()) -> None:
         restart(self.world, [self.engine], lambda slot: slot in unreadable)
@@ -143,5 +145,37 @@ def test_a_slab_is_not_dropped_while_a_process_of_the_former_life_may_map_it() -
     assert list(story.world.sets) == [slab_set]
     story.engine.die(story.engine.scheduler)
     story.pass_time(story.world.config.grace_seconds)
+    story.world.finish_work()
+    assert slab_set not in story.world.sets
+
+
+def test_a_set_that_was_free_may_be_given_up_before_the_holds_end() -> None:
+    story = AdoptedStory("")
+    assert len(story.world.sets) == 1
+    story.kill()
+    story.engine.die(story.engine.scheduler)
+    story.pass_time(story.world.config.grace_seconds)
+    (slab_set,) = story.world.sets
+    story.world.run(ev.WithdrawSlabSet(slab_set))
+    story.world.finish_work()
+    assert slab_set not in story.world.sets
+    story.pass_time(hold_seconds(story.world))
+    assert story.world.manager.check_invariants() == []
+
+
+def test_no_block_is_taken_in_to_a_set_that_is_withdrawn_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adoption, "ADOPTED_SLICE_BLOCKS", 1)
+    story = AdoptedStory("a")
+    for path in "xyz":
+        story.offload(path)
+    restart(story.world, [story.engine])
+    (slab_set,) = story.world.sets
+    story.world.start(ev.WithdrawSlabSet(slab_set))
+    story.world.finish_turns()
+    assert [story.matched(path) for path in "axyz"] == [0, 0, 0, 0]
+    story.engine.die(story.engine.scheduler)
+    story.pass_time(hold_seconds(story.world))
     story.world.finish_work()
     assert slab_set not in story.world.sets

@@ -20,7 +20,7 @@ def test_shards_lie_side_by_side_each_padded() -> None:
 
 def test_headers_are_packed_parsed_and_checked() -> None:
     headers = [
-        SegmentHeader(0, A, SMALL, 16, sequence=1 << 40, key_id=3),
+        SegmentHeader(0, A, SlotLayout(4096, 1, is_sealed=True), 8, sequence=1 << 40, key_id=3),
         SegmentHeader(1, B, LARGE, 2, sequence=2),
     ]
     packed = pack_headers(headers, generation=7)

@@ -12,6 +12,7 @@ import pytest
 from kvtier.clock import SystemClock
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.engines import Session
 from kvtier.core.listing import Listing
 from kvtier.core.stats import ManagerStats
 from kvtier.errors import BadRequest
@@ -64,6 +65,9 @@ class SlicingManager:
 
     def stats(self) -> ManagerStats:
         raise NotImplementedError
+
+    def sessions(self) -> list[Session]:
+        return []
 
     def check_invariants(self) -> list[str]:
         return []

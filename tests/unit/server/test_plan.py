@@ -9,9 +9,9 @@ import pytest
 
 from kvtier.config import load
 from kvtier.errors import ConfigError
-from kvtier.server import build
+from kvtier.server import plan as module
 from kvtier.server.admin import TICK_AGE_SECONDS_MAX, health_of
-from kvtier.server.build import Plan, plan_memory
+from kvtier.server.plan import Plan, plan_memory
 
 MIB = 1 << 20
 
@@ -34,13 +34,13 @@ def test_budget_is_cut_into_whole_slabs() -> None:
 def test_auto_is_a_quarter_of_the_memory_but_64_gib_at_most(
     monkeypatch: pytest.MonkeyPatch, available: int, slab: int, count: int
 ) -> None:
-    monkeypatch.setattr(build, "available_bytes", lambda: available)
+    monkeypatch.setattr(module, "available_bytes", lambda: available)
     plan = plan_of()
     assert (plan.slab_bytes, plan.slab_count_max) == (slab, count)
 
 
 def test_too_little_memory_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "available_bytes", lambda: MIB)
+    monkeypatch.setattr(module, "available_bytes", lambda: MIB)
     with pytest.raises(ConfigError, match="hold no slab"):
         plan_of()
 

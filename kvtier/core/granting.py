@@ -30,8 +30,6 @@ from kvtier.types import BlockHash, Cut, EngineId, LeaseId, NamespaceId, TierNam
 Mask = npt.NDArray[np.bool_]
 
 _SETTLED_PART = 256
-# Pinning what is in memory takes 0.1 µs a block, 1 µs where blocks came one by one.
-_SLICES_AT_ONCE = 4
 
 
 @dataclass(slots=True)
@@ -124,7 +122,7 @@ class Granting:
 
     def _pin_slice(self, event: ev.Acquire, residency: Residency, now: float) -> _Found:
         start = event.done_count
-        part = event.hashes[start : start + _SLICES_AT_ONCE * self._config.slice_blocks]
+        part = event.hashes[start : start + self._config.lease_slice_blocks]
         after = event.hashes[start - 1] if start else None
         waits = event.wait_until > now
         if not (event.is_promoting and waits):

@@ -145,10 +145,12 @@ def test_calls_at_once_share_the_time_on_the_link() -> None:
         shelf, times = Shelf(byte_seconds=1 / 50e6), LinkTimes()
         engine = PacedRemote(shelf, Pace(1 << 20, calls_at_once=2))
         rig = RemoteRig(engine, payload_bytes=1 << 20, chooser=times)
+        blocks = [rig.views_of(number) for number in range(6)]
+        places = [BlockViews(one.block, list(map(np.empty_like, one.shards))) for one in blocks]
         began = time.monotonic()
-        assert set(await rig.put(range(6))) == {DONE}
+        assert set(await rig.blocks.put(blocks, timeout_seconds=10.0)) == {DONE}
         middle = time.monotonic()
-        assert set(await rig.get(range(6))) == {DONE}
+        assert set((await rig.blocks.get(places, timeout_seconds=10.0)).endings) == {DONE}
         ended = time.monotonic()
         least = 6 * (1 << 20) / 50e6
         assert least <= times.sent_seconds <= middle - began

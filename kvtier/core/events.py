@@ -288,7 +288,10 @@ class BlocksAdopted:
     slots: Slots
     are_summed: npt.NDArray[np.bool_]  # Whose checksum the slot table has.
     sequence_next: int  # Higher than that of every entry in the slot table.
-    done_count: int = 0  # Set by the manager when the event is continued.
+    done_count: int = 0  # These are set by the manager when the event is continued.
+    rows: npt.NDArray[np.int32] | None = None  # Index rows of the blocks done.
+    change_count: int = -1
+    own_count: int | None = 0  # Blocks done that are resident; None once some block has gone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,11 @@ class FreeAdopted:
 
     namespace: NamespaceId
     slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionEnded:
+    """All that the slot table says of adopted slots has been told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +456,7 @@ Event = (
     | BlocksAdopted
     | ReservedAdopted
     | FreeAdopted
+    | AdoptionEnded
     | BlocksRecovered
     | BlocksFound
     | LowerChanged

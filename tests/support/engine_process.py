@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.client import Client, ClientSettings, SessionRef
+from kvtier.client import ClientSettings, SessionRef
 from kvtier.errors import KVTierError, StaleSlot, Unavailable
 from kvtier.types import Role
 from tests.support import known_blocks
 from tests.support.known_blocks import WrongBytes, chain_hashes, spec_of
 from tests.support.mixed_load import LoadPlan, MixedLoad
+from tests.support.timed_client import TimedClient, measured_jitter
 
 Answer = dict[str, Any]
 
@@ -41,7 +42,7 @@ class EngineProcess:
         self.settings = ClientSettings(
             timeout_seconds=options.timeout_seconds, retry_seconds_max=0.2
         )
-        self.client = Client(
+        self.client = TimedClient(
             options.socket,
             engine_id=bytes.fromhex(options.engine_id),
             role=Role[options.role],
@@ -56,6 +57,7 @@ class EngineProcess:
         self._churners: list[threading.Thread] = []
         self._churn_ends = threading.Event()
         self._has_ended = False
+        self.jitter_seconds: Callable[[], float] = lambda: 0.0
 
     def say(self, **fields: Any) -> None:
         """One line; a pipe holds it even if this process is killed right after."""
@@ -128,6 +130,18 @@ class EngineProcess:
     def onboard(self, label: str, count: int) -> Answer:
         hashes = chain_hashes(label, count)
         return {"count": known_blocks.onboard(self.client, self.namespace, hashes)}
+
+    def onboard_all(self, chains: dict[str, int]) -> Answer:
+        """How many blocks of all of them were hits."""
+        hits = 0
+        for label, count in chains.items():
+            hits += known_blocks.onboard(self.client, self.namespace, chain_hashes(label, count))
+        return {"count": hits}
+
+    def longest(self) -> Answer:
+        """The longest of all calls so far, and for how long no thread of ours may have run."""
+        seconds, name = self.client.longest
+        return {"seconds": seconds, "name": name, "jitter": self.jitter_seconds()}
 
     def acquire(self, label: str, count: int, wait_seconds: float = 0.0) -> Answer:
         """A lease that is kept until this process ends."""
@@ -351,12 +365,17 @@ def main() -> None:
     parser.add_argument("--salt", default="")
     parser.add_argument("--shard-bytes", type=int, default=known_blocks.SHARD_BYTES)
     parser.add_argument("--timeout-seconds", type=float, default=5.0)
+    parser.add_argument("--watches-jitter", type=int, default=0)
     options = parser.parse_args()
     np.seterr(all="raise")
     engine = EngineProcess(options)
     engine.wait_started(options.role != "SCHEDULER")
     engine.say(event="started", pid=os.getpid())
-    engine.serve()
+    with contextlib.ExitStack() as watching:
+        if options.watches_jitter:
+            jitter = watching.enter_context(measured_jitter())
+            engine.jitter_seconds = lambda: jitter.seconds_max
+        engine.serve()
 
 
 if __name__ == "__main__":

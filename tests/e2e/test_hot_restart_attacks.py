@@ -44,7 +44,7 @@ from tests.support.nvme_daemon import make_pool, wait_state
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.torture]
+pytestmark = [pytest.mark.slow, pytest.mark.torture, pytest.mark.timeout(600)]
 
 CHAINS = [f"chain {number}" for number in range(4)]
 
@@ -92,9 +92,12 @@ def begin_start(daemon: RunningDaemon) -> subprocess.Popen[bytes]:
 
 def kill_in_start(daemon: RunningDaemon, seconds: float) -> None:
     """kill -9 of a life that is `seconds` old."""
-    with begin_start(daemon) as process:
+    process = begin_start(daemon)
+    try:
         time.sleep(seconds)
+    finally:
         process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("kill_count", [TRIES_MAX - 1, 2 * TRIES_MAX])

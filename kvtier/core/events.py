@@ -66,6 +66,14 @@ class SlabMapped:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentsMapped:
+    """A worker process has mapped these segments of the tier whose slots may be leased."""
+
+    session: SessionId
+    segments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SlabUnmapped:
     session: SessionId
     slab: SlabId
@@ -146,6 +154,7 @@ class Acquire:
     deadline: float
     skip_count: int = 0
     wait_until: float = 0.0
+    takes_direct: bool = False  # Who asks understands slots of a tier below memory.
     lease: LeaseId | None = None  # Set by the manager when the event is continued.
     done_count: int = 0  # Likewise.
     is_promoting: bool = False  # Likewise.
@@ -254,6 +263,7 @@ class LowerOpened:
     lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
     is_writable: bool = True
     tier: TierName = TierName.NVME
+    is_direct: bool = False  # Engines may be leased its slots as they are.
     key_id: int = 0  # Of the key that new segments are sealed with; 0 for none.
 
 
@@ -435,6 +445,7 @@ Event = (
     | SlabPopulated
     | SlabMapped
     | SlabUnmapped
+    | SegmentsMapped
     | Clear
     | SessionOpened
     | NamespaceJoined

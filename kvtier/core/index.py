@@ -44,6 +44,7 @@ class RowFlag:
     ADMITTED = np.uint8(2)  # It waits to be demoted.
     DEMOTING = np.uint8(4)
     HOT = np.uint8(8)  # Used since it was written there.
+    DIRECT = np.uint8(16)  # Leased as it lies there, and not promoted since.
 
 
 class LowerColumns:

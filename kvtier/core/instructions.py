@@ -46,6 +46,8 @@ class LeaseGranted:
     cut: Cut
     epoch: int
     tiers: tuple[tuple[TierName, int], ...]
+    # Which slots are those of the tier that is leased from directly; None where none is.
+    is_direct: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class LowerTier:
         self._namespace_of: dict[bytes, NamespaceId] = {}  # By fingerprint.
         self.is_writable = False
         self.is_readable = False
+        self.is_direct = False  # Slots may be leased as they are, see direct.py.
+        self.leased_count = 0  # Pins of such leases.
         self.dropped_count = 0  # Recovered blocks that could not be taken in.
 
     def columns(self, index: PrefixIndex) -> LowerColumns:
@@ -81,6 +83,7 @@ class LowerTier:
         self._book.adopt(event.lives)
         self.is_readable = True
         self.is_writable = event.is_writable
+        self.is_direct = event.is_direct
         return []
 
     def on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:
@@ -302,6 +305,14 @@ class LowerTier:
                 self._row_of.pop(life.segment, None)
         self._book.void_all(fingerprint)
 
+    def pin_for_lease(self, slots: Slots) -> None:
+        self.book.pin(slots)
+        self.leased_count += len(slots)
+
+    def unpin_lease(self, slots: Slots) -> None:
+        self.book.unpin(slots)
+        self.leased_count -= len(slots)
+
     def row_at(self, slot: int) -> int:
         rows = self._row_of.get(slot // self.book.row_count_max)
         return NOBODY if rows is None else int(rows[slot % self.book.row_count_max])
@@ -332,7 +343,7 @@ class LowerTier:
         """These slots hold the blocks of these rows; `groups` as `by_segment` gives them."""
         columns = self.columns(residency.index)
         columns.slot[rows] = slots
-        columns.flags[rows] &= ~RowFlag.HOT
+        columns.flags[rows] &= ~(RowFlag.HOT | RowFlag.DIRECT)
         count_max = self.book.row_count_max
         offsets = slots % count_max
         for segment, part in by_segment(slots, count_max) if groups is None else groups:

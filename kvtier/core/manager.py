@@ -87,7 +87,7 @@ class BlockManager:
             ev.SessionQuiet: self._on_session_quiet,
             ev.SessionEnded: self._on_session_ended,
             ev.Acquire: self._on_acquire,
-            ev.Release: self._granting.release,
+            **self._granting.handlers(),
             ev.Reserve: self._on_reserve,
             ev.Commit: self._known(self._committing.commit),
             ev.Abort: self._known(self._committing.abort),
@@ -184,6 +184,7 @@ class BlockManager:
             *self._ladder.check_invariants(),
             *self._promotions.check_invariants(),
             *self._adoption.check_invariants(),
+            *self._granting.check_invariants(),
         ]
 
     # -------------------------------------------------------------------- namespaces, sessions
@@ -354,8 +355,10 @@ class BlockManager:
     def _on_slots_corrupt(self, event: ev.SlotsCorrupt, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         places = residency.tier.allocator.places_of(event.slots)
+        lost = self._ladder.lose_uncompared(residency, event.slots)
         hashes = residency.void_places(places)
         return [
+            *lost,
             ins.WriteGone(event.namespace, event.slots),
             *_removed(event.namespace, TierName.DRAM, hashes, RemovedFor.CORRUPT),
             ins.Continue(ev.SweepVoid()),
@@ -421,8 +424,7 @@ class BlockManager:
         return self._ladder.rungs[event.tier].lower.on_changed(event, now)
 
     def _on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
-        demotions = self._ladder.rungs[event.tier].demotions
-        return [*demotions.on_demoted(event, now), *self._move(now)]
+        return [*self._ladder.on_demoted(event, now), *self._move(now)]
 
     def _on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
         return [*self._promotions.on_promoted(event, now), *self._move(now)]

@@ -30,6 +30,9 @@ class LowerSettings:
     refused_seconds: float = 1.0
     # How long a segment waits for blocks that go again before it is reused without them.
     retire_wait_seconds: float = 10.0
+    # Whether what goes there, and what comes back, is compared with its checksum. Where it is not,
+    # a copy is only as good as the one in memory, and goes with it when that is found corrupt.
+    is_compared: bool = True
     # Prefetches together promote at most this part of the pool.
     prefetch_fraction_max: float = 0.125
 

@@ -60,6 +60,7 @@ from kvtier.server.remote_search import RemoteSearch
 from kvtier.server.remote_tier import RemoteKeeper
 from kvtier.server.reporter import Limit, Reporter, open_fd_count
 from kvtier.server.security import Tokens
+from kvtier.server.segment_offers import SegmentOffers
 from kvtier.server.servicer import EngineCalls, EngineFacts
 from kvtier.server.servicer_admin import AdminCalls
 from kvtier.server.servicer_data import DataCalls
@@ -208,7 +209,9 @@ class _Builder:
     def _make_lower(self, lower: _Lower, epochs: EpochStore) -> None:
         """The keepers of the tiers below memory that there are."""
         base, pool, config = self.base, self.pool, self.config
-        self.cxl = None if lower.memory is None else CxlKeeper(base, pool, lower.memory)
+        self.offers = SegmentOffers(self.core, self.sessions, lower.memory, config.cxl)
+        memory = lower.memory
+        self.cxl = None if memory is None else CxlKeeper(base, pool, memory, self.offers)
         self.nvme: NvmeKeeper | None = None
         if lower.paths is not None:
             self.nvme = NvmeKeeper(base, pool, lower.paths, config.nvme, epochs.current_epochs)
@@ -327,7 +330,7 @@ class _Builder:
             lease_margin_seconds=lease.margin_seconds,
             wants_token_ids=self.watch.wants_token_ids,
         )
-        return SessionSocket(facts, self.base, self.sessions)
+        return SessionSocket(facts, self.base, self.sessions, self.offers)
 
     def _handlers(self) -> Handlers:
         handlers = Handlers()

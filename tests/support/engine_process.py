@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.client import ClientSettings, SessionRef
+from kvtier.client.values import DIRECT_SLOTS, Lease
 from kvtier.errors import KVTierError, StaleSlot, Unavailable
 from kvtier.types import Role
 from tests.support import known_blocks
@@ -47,6 +48,7 @@ class EngineProcess:
             engine_id=bytes.fromhex(options.engine_id),
             role=Role[options.role],
             name=options.name,
+            maps_segments=bool(options.maps_segments),
             settings=self.settings,
         )
         self.namespace = self.client.open_namespace(spec_of(options.salt, options.shard_bytes))
@@ -56,6 +58,7 @@ class EngineProcess:
         self._print_lock = threading.Lock()
         self._churners: list[threading.Thread] = []
         self._churn_ends = threading.Event()
+        self._leases: dict[str, Lease] = {}
         self._has_ended = False
         self.jitter_seconds: Callable[[], float] = lambda: 0.0
 
@@ -247,6 +250,25 @@ class EngineProcess:
                 names.append(type(error).__name__)
         return {"errors": names}
 
+    # ------------------------------------------------------------------------------- long leases
+
+    def lease(self, label: str, count: int) -> Answer:
+        """Acquire and keep it; how many blocks, and how many of them in the CXL tier."""
+        hashes = chain_hashes(label, count)
+        lease = self.client.acquire(self.namespace, hashes)
+        self._leases[label] = lease
+        direct_count = sum(slot >= DIRECT_SLOTS for slot in lease.slots.tolist())
+        return {"count": lease.leased_count, "direct": direct_count}
+
+    def read_leased(self, label: str) -> Answer:
+        """Compare what a kept lease is on; WrongBytes is an error."""
+        lease = self._leases[label]
+        found = known_blocks.read_leased(self.client, self.namespace, lease)
+        hashes = chain_hashes(label, lease.leased_count)
+        for one, data in zip(hashes, found or [], strict=False):
+            known_blocks.check_payload(one, data, "under a lease")
+        return {"count": len(found or [])}
+
     # ----------------------------------------------------------------------------------- churn
 
     def churn(self, seed: int, chain_count: int, pause_seconds: float, others: list[str]) -> Answer:
@@ -365,6 +387,7 @@ def main() -> None:
     parser.add_argument("--salt", default="")
     parser.add_argument("--shard-bytes", type=int, default=known_blocks.SHARD_BYTES)
     parser.add_argument("--timeout-seconds", type=float, default=5.0)
+    parser.add_argument("--maps-segments", type=int, default=0)
     parser.add_argument("--watches-jitter", type=int, default=0)
     options = parser.parse_args()
     np.seterr(all="raise")

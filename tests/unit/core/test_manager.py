@@ -109,7 +109,14 @@ class Story:
     def acquire(self, path: str, *, seconds: float = 10.0, skip: int = 0) -> ins.LeaseGranted:
         deadline = self.world.now + seconds
         outcome = self.world.run(
-            ev.Acquire(self.session, NS, packed(chain(path)), deadline, skip_count=skip)
+            ev.Acquire(
+                self.session,
+                NS,
+                packed(chain(path)),
+                deadline,
+                skip_count=skip,
+                takes_direct=True,
+            )
         )
         assert isinstance(outcome, ins.LeaseGranted), outcome
         return outcome

@@ -19,10 +19,10 @@ export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 OTHER_GATES := torture or vllm or gpu or cxl or systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench bench-rivals test-vllm test-vllm-versions test-cxl test-systemd gpu-check proto wheel clean
+.PHONY: help setup check test demo torture sim bench bench-rivals test-vllm test-vllm-versions test-vllm-033 test-cxl test-systemd gpu-check proto wheel clean
 
 help: ## Print this.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with kvtier, the reference engine and the tools; cheap the second time.
 	@bash scripts/setup.sh
@@ -77,6 +77,10 @@ test-systemd: setup ## The units under a real systemd, in a container (Debian, r
 test-vllm-versions: ## The same on older versions of vLLM: VERSIONS="0.28.0 0.31.0", TESTS=tests/vllm.
 	@bash scripts/setup_vllm.sh
 	@VERSIONS="$(VERSIONS)" TESTS="$(TESTS)" bash scripts/test_vllm_versions.sh
+
+test-vllm-033: ## What needs no engine on vLLM 0.33, and vLLM's own connector tests: up to 15 minutes.
+	@bash scripts/setup_vllm.sh
+	@TESTS="$(TESTS)" bash scripts/test_vllm_033.sh
 
 gpu-check: ## The GPU path on a GPU, which writes kernels/VERIFIED.json: at most ten minutes.
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) scripts/gpu_check.py

@@ -47,7 +47,7 @@ class EngineService:
         """The tokens of all samples as they come; leaving early cancels the request. Raises
         BadRequest, LimitExceeded, Unavailable."""
         loop = asyncio.get_running_loop()
-        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()  # At most the tokens asked for.
+        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()  # bounded: by tokens asked for.
         request_id = f"http-{next(self._ids)}"
 
         def listen(outcome: Outcome) -> None:

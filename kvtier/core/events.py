@@ -47,6 +47,7 @@ class NamespaceOpened:
     shard_count: int
     shard_bytes: int = 0  # Payload of one shard; needed where there is a tier below memory.
     fingerprint: bytes = b""  # Likewise.
+    block_tokens: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +407,15 @@ class ChecksumsComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class Refitted:
+    """Answer to Refit: what its work returned."""
+
+    namespace: NamespaceId
+    epoch: int
+    result: object
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsCorrupt:
     """Bytes of these slots do not match their checksum: void them and what depends on them."""
 
@@ -458,6 +468,7 @@ Event = (
     | Reserve
     | Commit
     | Abort
+    | Refitted
     | Evict
     | HintSessionEnd
     | HintPaused

@@ -133,6 +133,7 @@ class Daemon:
             lease = self._config.lease  # After whoever wants to hear of namespaces.
             await parts.adopter.begin(lease.seconds_max + lease.margin_seconds)
             parts.mover.start(tasks)
+            parts.refitting.start(tasks)
             parts.socket.start(tasks)
             tasks.create_task(self._housekeep())
             if (limit_seconds := watchdog_seconds(os.environ)) is not None:

@@ -19,7 +19,7 @@ export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 OTHER_GATES := torture or vllm or gpu or cxl or systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench bench-rivals test-vllm test-vllm-versions test-vllm-033 test-cxl test-systemd gpu-check proto wheel clean
+.PHONY: help setup check test demo torture sim bench bench-paging bench-rivals test-vllm test-vllm-versions test-vllm-033 test-cxl test-systemd gpu-check proto wheel clean
 
 help: ## Print this.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/kvtier bench recovery --slots 1000000 --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/recovery.json
 	$(BIN)/kvtier bench tiers --path . --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/tiers.json
 	$(BIN)/python -m benchmarks.engine_prefill > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/engine_prefill.json
+	$(BIN)/python -m benchmarks.document
+
+bench-paging: setup ## What paging, sharing and batching save, in virtual time: up to five minutes.
+	$(BIN)/python -m benchmarks.paging --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/paging.json
 	$(BIN)/python -m benchmarks.document
 
 bench-rivals: setup ## kvtier beside LMCache and Mooncake, in environments of their own: five minutes, and 1.9 GB.

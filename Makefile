@@ -20,10 +20,10 @@ export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 OTHER_GATES := torture or vllm or gpu or cxl or systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench bench-rivals test-vllm test-vllm-versions test-cxl test-systemd gpu-check lock audit proto wheel clean
+.PHONY: help setup check test demo torture sim bench bench-paging bench-rivals test-vllm test-vllm-versions test-vllm-033 test-cxl test-systemd gpu-check lock audit proto wheel clean
 
 help: ## Print this.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with kvtier, the reference engine and the tools; cheap the second time.
 	@bash scripts/setup.sh
@@ -60,6 +60,10 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/python -m benchmarks.engine_prefill > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/engine_prefill.json
 	$(BIN)/python -m benchmarks.document
 
+bench-paging: setup ## What paging, sharing and batching save, in virtual time: up to five minutes.
+	$(BIN)/python -m benchmarks.paging --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/paging.json
+	$(BIN)/python -m benchmarks.document
+
 bench-rivals: setup ## kvtier beside LMCache and Mooncake, in environments of their own: five minutes, and 1.9 GB.
 	@bash scripts/setup_rivals.sh
 	$(BIN)/python -m benchmarks.rivals > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/rivals.json
@@ -84,6 +88,10 @@ audit: ## What is known against the pinned dependencies; a bill of materials in 
 test-vllm-versions: ## The same on older versions of vLLM: VERSIONS="0.28.0 0.31.0", TESTS=tests/vllm.
 	@bash scripts/setup_vllm.sh
 	@VERSIONS="$(VERSIONS)" TESTS="$(TESTS)" bash scripts/test_vllm_versions.sh
+
+test-vllm-033: ## What needs no engine on vLLM 0.33, and vLLM's own connector tests: up to 15 minutes.
+	@bash scripts/setup_vllm.sh
+	@TESTS="$(TESTS)" bash scripts/test_vllm_033.sh
 
 gpu-check: ## The GPU path on a GPU, which writes kernels/VERIFIED.json: at most ten minutes.
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) scripts/gpu_check.py

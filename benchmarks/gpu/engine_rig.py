@@ -35,6 +35,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.kernel_attention import KernelAttention
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
+from kvtier.engine.prefix_index import Prefix
 from tests.support.fake_client import FakeClient, FakeSession
 from tests.support.stepped_control import SteppedControl
 
@@ -182,7 +183,7 @@ class EngineRig:
 
     def are_bytes_right(self, hashes: Sequence[Any], count_max: int = 8) -> bool:
         """Of some of the blocks that are both on the device and in slots."""
-        device_blocks = self.engine.scheduler.pool.match(hashes)
+        device_blocks = self.engine.scheduler.pool.index.match(Prefix((), hashes))
         step = max(1, len(device_blocks) // count_max)
         for block_hash, block in list(zip(hashes, device_blocks, strict=False))[::step]:
             held = self.engine.kv_cache[block].reshape(-1).view(torch.uint8).cpu()

@@ -5,8 +5,8 @@ master and a process that lends it memory. What cannot be run is said, with its 
 (`not_run`), and has no figures. All bytes that come back are compared with what was put.
 
     dram       copies between an engine's memory and slots, one thread; beside it np.copyto
-    cxl        the tier's copies with their checksums, in its threads; beside it np.copyto in as
-               many. Emulated: ordinary memory, not held back
+    cxl        the tier's copies, in its threads; beside it np.copyto in as many. Emulated:
+               ordinary memory, not held back
     cxl_node   the same on a node without processors, where the machine has one
     nvme       the pool with its checksums and table (--path); beside it reads and writes of a file
     files      blocks of a shared folder, in the directory for temporary files or --path; beside it
@@ -249,7 +249,7 @@ def _cxl_sides(bench: Bench, memory: CxlMemory) -> Iterator[Sides]:
     slots = _cut(slab.mapping.array, bench.block_bytes, len(bench.sources))
     try:
         yield in_memory.cxl_sides(
-            memory.copy_summed, sources=bench.sources, slots=slots, targets=bench.targets
+            memory.copy_batch, sources=bench.sources, slots=slots, targets=bench.targets
         )
     finally:
         del slots

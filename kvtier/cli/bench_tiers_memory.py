@@ -22,7 +22,7 @@ from kvtier.io.driver import Batch, Outcome
 from kvtier.io.file import DEPTH, FileDriver
 from kvtier.layout import SlotLayout
 from kvtier.memory import Bytes
-from kvtier.pools.cxl import CopySummed, copy_compared
+from kvtier.pools.cxl import CopyBatch
 from kvtier.pools.nvme import NvmePool
 from kvtier.pools.slot_table import Slots
 from kvtier.server.cxl_tier import COPY_THREADS
@@ -75,32 +75,17 @@ def bare_copy(targets: Blocks, sources: Blocks, numbers: Sequence[int]) -> None:
         np.copyto(target, source)
 
 
-def compared_copy(copy_summed: CopySummed, checksums: Checksums) -> Copy:
-    """What the CXL tier does with a batch."""
-
-    def copy(targets: Blocks, sources: Blocks, numbers: Sequence[int]) -> None:
-        right = copy_compared(
-            copy_summed,
-            targets,
-            sources,
-            payload_bytes=targets[0].nbytes,
-            checksums=checksums[list(numbers)],
-        )
-        if not right.all():
-            raise KVTierError("a block arrived with another checksum")
-
-    return copy
-
-
 def cxl_sides(
-    copy_summed: CopySummed, *, sources: Blocks, slots: Blocks, targets: Blocks
+    copy_batch: CopyBatch, *, sources: Blocks, slots: Blocks, targets: Blocks
 ) -> tuple[Side, Side]:
     """The tier's own and bare copies, in as many threads."""
-    checksums = block_checksums([[one] for one in sources])
-    copies = (compared_copy(copy_summed, checksums), bare_copy)
+
+    def own_copy(targets: Blocks, sources: Blocks, numbers: Sequence[int]) -> None:
+        copy_batch(targets, sources)
+
     ours, raw = (
         MemorySide(copy, sources=sources, slots=slots, targets=targets, thread_count=COPY_THREADS)
-        for copy in copies
+        for copy in (own_copy, bare_copy)
     )
     return ours, raw
 

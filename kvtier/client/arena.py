@@ -1,4 +1,7 @@
-"""The slabs this process has mapped, and who may still touch them.
+"""The slabs and segments this process has mapped, and who may still touch them.
+
+A segment belongs to no namespace and can only be read. Its slots have numbers of their own, from
+`DIRECT_SLOTS` on: whoever copies from slots of a lease sees no difference.
 
 Invariants:
   (0) A view is given out only for a slot of a slab that is mapped under our current session, not
@@ -30,7 +33,8 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.client.forks import check_not_forked
-from kvtier.client.values import Namespace, SessionRef, Slots
+from kvtier.client.segments import check_segment, file_length
+from kvtier.client.values import DIRECT_SLOTS, Namespace, SessionRef, Slots
 from kvtier.errors import BadFrame, StaleSlot
 from kvtier.memory import Bytes, Mapping
 from kvtier.v1 import kvtier_pb2 as pb
@@ -42,12 +46,25 @@ KEPT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slab:
+class Mapped:
+    """Something that was offered and is mapped."""
+
+    session: SessionRef  # Our own session that it was offered to.
+    mapping: Mapping
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(Mapped):
+    """One mapped segment, read only."""
+
+    offer: pb.SegmentOffered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab(Mapped):
     """One mapped slab."""
 
     offer: pb.SlabOffered
-    session: SessionRef  # Our own session that it was offered to.
-    mapping: Mapping
     file: tuple[int, int]  # Device and inode: no other file has them while this one is mapped.
     # What every view under this session is one of, so that it lives as long as they do. None while
     # the slab is kept for another session.
@@ -101,10 +118,11 @@ class ArenaTable:
         self._changed = threading.Condition()
         self._generation: int | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}  # (shard, slab_id): usable.
+        self._segments: dict[int, Segment] = {}  # Likewise.
         self._kept: dict[tuple[int, int], Slab] = {}  # Refused; of sessions that are lost.
         self._lent: list[tuple[SessionRef, weakref.ref[Bytes]]] = []  # Of slabs kept since.
-        self._leaving: list[Slab] = []  # Refused; waiting for the last view to go.
-        self._unmapped: list[Slab] = []  # To be reported to the daemon, if it asked us.
+        self._leaving: list[Mapped] = []  # Refused; waiting for the last view to go.
+        self._unmapped: list[Mapped] = []  # To be reported to the daemon, if it asked us.
         self._rows: dict[tuple[int, int], _Rows] = {}  # (namespace_id, shard)
         # A refused session stays refused for the generation's life: an instruction under it may
         # come at any time. One int each; a session lasts at least one reconnect delay.
@@ -136,7 +154,9 @@ class ArenaTable:
             else:
                 self._leave(*self._slabs.values(), *self._kept.values())
                 self._kept.clear()
+            self._leaving += self._segments.values()  # The tier is gone with the daemon.
             self._slabs.clear()
+            self._segments.clear()
             self._rows.clear()
             self._reap()
 
@@ -172,8 +192,20 @@ class ArenaTable:
                 mapping = Mapping(fd, offer.slab_bytes)
                 if self._pins is not None:
                     self._pins.add(mapping.address, mapping.length_bytes)
-            self._slabs[key] = Slab(offer, session, mapping, file, mapping.array)
+            self._slabs[key] = Slab(session, mapping, offer, file, mapping.array)
             self._rebuild(offer.namespace_id, offer.shard)
+
+    def add_segment(self, offer: pb.SegmentOffered, fd: int, session: SessionRef) -> None:
+        """Map an offered segment, to be read; the fd stays the caller's. Raises BadFrame, OSError,
+        the latter also where a device would have to pin it."""
+        check_segment(offer, file_length(fd))
+        with self._changed:
+            if offer.segment in self._segments:
+                raise BadFrame(f"segment {offer.segment} was offered twice")
+            if self._pins is not None:
+                raise OSError("memory of this tier is not pinned for devices")
+            mapping = Mapping(fd, offer.length, offer.offset, writable=False)
+            self._segments[offer.segment] = Segment(session, mapping, offer)
 
     def withdraw(self, shard: int, slab_id: int) -> None:
         """Refuse the slab from now on; `take_unmapped` says when its pages are given up."""
@@ -187,7 +219,8 @@ class ArenaTable:
         """Slabs of our session that were withdrawn and are unmapped now; each is told once."""
         with self._changed:
             self._reap()
-            gone = [slab.offer for slab in self._unmapped if slab.session == session]
+            slabs = [one for one in self._unmapped if isinstance(one, Slab)]
+            gone = [slab.offer for slab in slabs if slab.session == session]
             self._unmapped.clear()
             return gone
 
@@ -217,11 +250,12 @@ class ArenaTable:
         self._leaving += [replace(slab, array=None) for slab in slabs]
 
     def _is_touched(self, session: SessionRef) -> bool:
-        slabs = [*self._slabs.values(), *self._kept.values(), *self._leaving]
+        mapped: list[Mapped] = [*self._slabs.values(), *self._kept.values(), *self._leaving]
+        mapped += self._segments.values()
         self._lent = [one for one in self._lent if one[1]() is not None]
         return (
             self._held[session] > 0
-            or any(slab.session == session for slab in slabs)
+            or any(one.session == session for one in mapped)
             or any(lent_to == session for lent_to, _ in self._lent)
         )
 
@@ -251,6 +285,7 @@ class ArenaTable:
         with self._changed:
             assert self._pins is None, "slabs are pinned for one device"
             self._pins = pins
+            assert not self._segments, "who pins slabs does not ask for segments"
             for slab in [*self._slabs.values(), *self._kept.values(), *self._leaving]:
                 pins.add(slab.mapping.address, slab.mapping.length_bytes)
 
@@ -268,9 +303,26 @@ class ArenaTable:
             if session.generation != self._generation or session.session_id in self._refused:
                 raise StaleSlot("the session these slots were given under is lost")
             rows = None if state is None else self._rows.get((state.namespace_id, shard))
-            if rows is None and len(plain):
-                raise StaleSlot(f"no slab of shard {shard} is mapped here")
-            return [rows.row(slot) for slot in plain] if rows is not None else []
+            return [
+                self._segment_row(namespace, shard, slot - DIRECT_SLOTS)
+                if slot >= DIRECT_SLOTS
+                else _row(rows, shard, slot)
+                for slot in plain
+            ]
+
+    def _segment_row(self, namespace: Namespace, shard: int, slot: int) -> Bytes:
+        state, spec = namespace.state, namespace.spec
+        some = next(iter(self._segments.values()), None)
+        if some is None:
+            raise StaleSlot("no segment is mapped here")
+        segment, row = divmod(slot, some.offer.row_count_max)  # The same in all.
+        found = self._segments.get(segment)
+        size = 0 if state is None else state.segment_shard_bytes
+        first = (row * spec.shard_count + shard) * size
+        if found is None or size < spec.shard_bytes or first + size > found.mapping.length_bytes:
+            raise StaleSlot(f"slot {slot} is in no segment mapped here")
+        view: Bytes = found.mapping.array[first : first + size]
+        return view
 
     def begin_hold(
         self,
@@ -319,7 +371,7 @@ class Arena:
         return self._table.slot_count(self._namespace, self._shard)
 
     def view(self, slot: int, session: SessionRef) -> Bytes:
-        """The slot's bytes, writable. Raises StaleSlot when they would mean nothing.
+        """The slot's bytes; a segment's are read only. Raises StaleSlot when they mean nothing.
 
         A view outlives the check: whoever copies for longer than a moment uses `hold`.
         """
@@ -343,6 +395,12 @@ class Arena:
             yield [row[: self._shard_bytes] for row in rows]
         finally:
             self._table.end_hold(session)
+
+
+def _row(rows: _Rows | None, shard: int, slot: int) -> Bytes:
+    if rows is None:
+        raise StaleSlot(f"no slab of shard {shard} is mapped here")
+    return rows.row(slot)
 
 
 def _check_offer(offer: pb.SlabOffered, file_bytes: int) -> None:

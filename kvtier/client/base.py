@@ -42,6 +42,7 @@ class ClientBase:
         shards: tuple[int, ...] = (0,),
         name: str = "",
         memory_node: int | None = None,
+        maps_segments: bool = False,
         settings: ClientSettings = ClientSettings(),
         clock: Clock = SystemClock(),
     ) -> None:
@@ -50,6 +51,8 @@ class ClientBase:
         `socket_path`: the session socket, or "tcp://HOST:PORT" for a by-value session.
         `engine_id`: 16 bytes, equal in every process of one engine.
         `memory_node`: the NUMA node nearest to a worker's device; its slots are to lie there.
+        `maps_segments`: this worker may be leased blocks in the CXL tier: it copies with its
+        processor, not with a device that would have to pin that memory.
         """
         identity = Identity(
             EngineId(engine_id or secrets.token_bytes(ENGINE_ID_BYTES)),
@@ -57,6 +60,7 @@ class ClientBase:
             shards,
             name,
             memory_node,
+            maps_segments,
         )
         _check_identity(identity)
         self._link = Link(settings, clock)

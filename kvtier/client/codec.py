@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 
 from kvtier.checksum import ByteView, block_checksum
-from kvtier.client.values import Lease, Reservation, SessionRef, Slots
+from kvtier.client.values import DIRECT_SLOTS, Lease, Reservation, SessionRef, Slots
 from kvtier.errors import (
     BadFrame,
     BadRequest,
@@ -25,6 +25,8 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 HASHES_BYTES_MAX = 1 << 20  # The protocol's bound: 32,768 hashes of 32 bytes.
 PUT_DATA_BYTES_MAX = 256 << 10  # The protocol's bound on one message of a put.
+
+SLOT_IN_SEGMENT = 1  # In AcquireReady.slot_tiers.
 
 _CUTS = frozenset(Cut)
 _OUTCOMES = frozenset(CommitOutcome)
@@ -119,12 +121,22 @@ def match_of(answer: pb.MatchResponse) -> PrefixMatch:
     return PrefixMatch(answer.matched_count, answer.memory_count, tier_counts(answer.tiers))
 
 
+def _leased_slots(ready: pb.AcquireReady) -> Slots:
+    slots = np.array(ready.slots, dtype=np.uint32)
+    if not ready.slot_tiers:
+        return slots
+    tiers = np.frombuffer(ready.slot_tiers, dtype=np.uint8)
+    if len(tiers) != len(slots) or (tiers > SLOT_IN_SEGMENT).any():
+        raise BadFrame(f"the tiers of {len(slots)} slots are {ready.slot_tiers!r}")
+    return slots + tiers.astype(np.uint64) * np.uint64(DIRECT_SLOTS)
+
+
 def lease_of(ready: pb.AcquireReady, session: SessionRef) -> Lease:
     return Lease(
         lease_id=LeaseId(ready.lease_id) if ready.lease_id else None,
         session=session,
         leased_count=ready.leased_count,
-        slots=np.array(ready.slots, dtype=np.uint32),
+        slots=_leased_slots(ready),
         deadline_ns=ready.deadline_ns,
         cut=_cut_of(ready.cut),
         tiers=tier_counts(ready.tiers),

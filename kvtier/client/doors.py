@@ -26,6 +26,12 @@ class Identity:
     shards: tuple[int, ...]
     name: str
     memory_node: int | None = None  # The NUMA node nearest to the device.
+    maps_segments: bool = False  # It copies from segments of the CXL tier itself.
+
+    @property
+    def knows_segments(self) -> bool:
+        """A scheduler maps nothing; it only tells its workers."""
+        return self.maps_segments or self.role is Role.SCHEDULER
 
 
 class Door(Protocol):

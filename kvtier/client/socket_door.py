@@ -30,6 +30,8 @@ from kvtier.types import PROTOCOL_VERSION
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
 
+REASON_CHARS_MAX = 256
+
 logger = logging.getLogger("kvtier.client")
 
 
@@ -86,6 +88,7 @@ class SocketDoor:
             client_ns=self._link.clock.now_ns(),
             name=self._identity.name,
             memory_node=0 if self._identity.memory_node is None else self._identity.memory_node + 1,
+            knows_segments=self._identity.knows_segments,
         )
         last = self._last
         if last is not None and last.ref.generation == welcome.generation:
@@ -217,6 +220,8 @@ class SocketDoor:
         kind = frame.WhichOneof("frame")
         if kind == "slab_offered":
             self._on_slab_offered(frame.slab_offered, packet)
+        elif kind == "segment_offered":
+            self._on_segment_offered(frame.segment_offered, packet)
         elif kind == "namespace_opened":
             self._on_namespace_opened(frame.namespace_opened)
         elif kind == "slab_withdrawn":
@@ -255,6 +260,19 @@ class SocketDoor:
         mapped = pb.SlabMapped(slab_id=offer.slab_id, shard=offer.shard)
         self._unsent.append(pb.ClientFrame(slab_mapped=mapped))
 
+    def _on_segment_offered(self, offer: pb.SegmentOffered, packet: session_socket.Packet) -> None:
+        """Whatever forbids it, blocks come through DRAM then: no reason to end anything."""
+        answer = pb.SegmentMapped(segment=offer.segment)
+        assert self._current is not None
+        try:
+            if packet.is_cut_off or len(packet.fds) != 1:
+                raise OSError(session_socket.descriptor_shortage() or "no descriptor came with it")
+            self._link.arenas.add_segment(offer, packet.fds[0], self._current)
+        except OSError as error:
+            answer.refused = str(error)[:REASON_CHARS_MAX]
+            logger.warning("a segment of the CXL tier cannot be mapped: %s", error)
+        self._unsent.append(pb.ClientFrame(segment_mapped=answer))
+
     def _on_namespace_opened(self, opened: pb.NamespaceOpened) -> None:
         namespace = self._link.namespace_about(opened.about)
         if namespace is None or self._current is None:
@@ -266,6 +284,7 @@ class SocketDoor:
             slot_bytes=opened.slot_bytes,
             session=self._current,
             token=self._token,
+            segment_shard_bytes=opened.segment_shard_bytes,
             wants_token_ids=opened.wants_token_ids,
         )
         self._link.namespace_opened(namespace, state)

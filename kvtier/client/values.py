@@ -11,7 +11,10 @@ from kvtier.errors import KVTierError
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import Cut, TierName
 
-Slots = npt.NDArray[np.uint32]
+Slots = npt.NDArray[np.uint32] | npt.NDArray[np.uint64]
+DIRECT_SLOTS = 1 << 32
+"""Slots of a lease from this number on lie in segments of the CXL tier; they are read only. The
+numbers are the client's own: on the wire a byte beside each slot says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class NamespaceState:
     slot_bytes: int  # Distance of two slots of one shard's arena; 0 where no fds are passed.
     session: SessionRef
     token: bytes = field(repr=False)
+    segment_shard_bytes: int = 0  # Distance of two shards of one block in a segment.
     wants_token_ids: bool = False  # With what is committed: the daemon publishes events.
 
 
@@ -69,7 +73,7 @@ class Reservation:
     """Slots to fill and commit, or to abort; perhaps fewer than asked for, even none."""
 
     session: SessionRef
-    slots: Slots
+    slots: npt.NDArray[np.uint32]
     epoch: int
     stock_count_max: int
 

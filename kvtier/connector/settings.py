@@ -27,8 +27,8 @@ class ConnectorSettings:
     # meanwhile, so the daemon is well.
     turn_wait_seconds: float = 2.0
     # Where blocks lie on NVMe only, a request may wait longer: by twice the time that reading them
-    # takes at this rate, because others read as well, and never longer than the maximum in all. A
-    # maximum of 0 onboards only what is in memory already.
+    # takes at this rate, because others read as well, and at most by the maximum. A maximum of 0
+    # onboards only what is in memory already.
     nvme_bytes_per_second: float = 1e9
     # No shorter than this, however few the bytes: there are queues on the way, and a namespace may
     # have to grow by a slab first.

@@ -19,8 +19,8 @@ def request_wait_seconds(settings: ConnectorSettings, lower_bytes: int) -> float
         return settings.onboard_wait_seconds
     reading_seconds = 2 * lower_bytes / settings.nvme_bytes_per_second
     promoting_seconds = max(settings.nvme_wait_seconds_min, reading_seconds)
-    wanted_seconds = settings.onboard_wait_seconds + promoting_seconds
-    return max(settings.onboard_wait_seconds, min(settings.nvme_wait_seconds_max, wanted_seconds))
+    # The maximum is of this part only: else a longer wait for answers would leave none for it.
+    return settings.onboard_wait_seconds + min(settings.nvme_wait_seconds_max, promoting_seconds)
 
 
 def sources_of(

@@ -2,8 +2,9 @@
 
 Leases of that life are not known any more, and whoever holds one may read until its deadline; so
 every slot of an adopted set is *held* from the first moment on, and only what is known to be unused
-is let go of. At `until`, when the last such lease must have ended, the holds end. Until then an
-adopted block can be leased and copied down like any other, but its slot is given to nobody.
+is let go of. At `until`, when the last such lease must have ended, the holds end, but not before
+all has been read: a slow machine would forget what it has not come to. Until then an adopted block
+can be leased and copied down like any other, but its slot is given to nobody.
 
 Slots that an engine was filling belong to the session that was; they come back when its quarantine
 ends, like those of a session that was lost a moment ago.
@@ -12,7 +13,6 @@ ends, like those of a session that was lost a moment ago.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,16 +22,16 @@ import numpy.typing as npt
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import EngineTable
-from kvtier.core.index import IN_CALL, NOBODY
+from kvtier.core.index import NOBODY, Rows
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
+from kvtier.core.taking_in import after_slice, begin_slice, find_resident, parent_codes
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, SessionId, SlabSetId, TierName
 
 # Blocks taken in between two turns of the event loop: 2.5 ms, measured at a million.
 ADOPTED_SLICE_BLOCKS = 1024
-_ROOT = -1
 
 Mask = npt.NDArray[np.bool_]
 Handler = Callable[[Any, float], list[ins.Instruction]]
@@ -52,6 +52,7 @@ class Adoption:
         self._shares = shares
         self._engines = engines
         self._until: dict[SlabSetId, float] = {}
+        self._is_reading = False
         self._heirs: dict[SessionId, SessionId] = {}
         self._held: dict[NamespaceId, Mask] = {}  # By place.
 
@@ -61,6 +62,7 @@ class Adoption:
             ev.BlocksAdopted: self._on_blocks,
             ev.ReservedAdopted: self._on_reserved,
             ev.FreeAdopted: self._on_free,
+            ev.AdoptionEnded: self._on_ended,
         }
 
     def heir(self, session: SessionId) -> SessionId | None:
@@ -70,11 +72,11 @@ class Adoption:
         return None if following is None else self._quarantined(following)
 
     def next_deadline(self) -> float | None:
-        return min(self._until.values(), default=None)
+        return None if self._is_reading else min(self._until.values(), default=None)
 
     def is_due(self, now: float) -> bool:
         """Whether `expire_one` has something to do."""
-        return any(until <= now for until in self._until.values())
+        return not self._is_reading and any(until <= now for until in self._until.values())
 
     def expire_one(self, now: float) -> None:
         """No lease of the former life is running any more: the slots of one set, which is a slice
@@ -126,6 +128,7 @@ class Adoption:
         held[places] = True
         self._held[event.namespace] = held
         self._until[one.slab_set] = event.until
+        self._is_reading = True
         self._shares.forget_mappings()
         return [
             ins.BindSlabs(event.namespace, one.slab_set, one.slabs, one.slot_first, one.slot_count)
@@ -136,11 +139,12 @@ class Adoption:
         self._shares.skip_sequence(event.sequence_next)
         if event.epoch != residency.epoch:
             return []  # Cleared since: the slots stay held, and hold nothing.
+        event, rows = begin_slice(event, residency)
         start = event.done_count
         stop = min(start + ADOPTED_SLICE_BLOCKS, len(event.slots))
         size = residency.facts.hash_bytes
         hashes = PackedHashes(event.packed[start * size : stop * size], size)
-        kept = self._take_in(residency, event, start, list(hashes), now)
+        kept = self._take_in(residency, event, rows, hashes[:], now)
         found: list[ins.Instruction] = []
         slots = event.slots[start:stop]
         unsummed = slots[kept & ~event.are_summed[start:stop]]
@@ -153,7 +157,7 @@ class Adoption:
             tier.pin_for_transfer(places)
             found.append(ins.ComputeChecksums(event.namespace, unsummed))
         if stop < len(event.slots):
-            found.append(ins.Continue(replace(event, done_count=stop)))
+            found.append(ins.Continue(after_slice(event, residency, rows, stop)))
         return found
 
     def _on_reserved(self, event: ev.ReservedAdopted, now: float) -> list[ins.Instruction]:
@@ -171,6 +175,10 @@ class Adoption:
         self._let_go(event.namespace, self._void_places(event.namespace, event.slots))
         return [*self._shares.drop_idle_sets(), ins.WriteGone(event.namespace, event.slots)]
 
+    def _on_ended(self, event: ev.AdoptionEnded, now: float) -> list[ins.Instruction]:
+        self._is_reading = False
+        return []
+
     # --------------------------------------------------------------------------------- helpers
 
     def _quarantined(self, session: SessionId) -> SessionId | None:
@@ -184,48 +192,29 @@ class Adoption:
         self,
         residency: Residency,
         event: ev.BlocksAdopted,
-        start: int,
+        rows: Rows,
         hashes: list[BlockHash],
         now: float,
     ) -> Mask:
         """Enter those blocks of a slice whose parent is resident and that are not in memory yet;
         which ones these are."""
-        index = residency.index
+        index, start = residency.index, event.done_count
         slots = event.slots[start : start + len(hashes)]
         places = residency.tier.allocator.places_of(slots)
         void = self._are_void(event.namespace, places)
         for one in self._ledger.sets_of(event.namespace):
             if one.withdrawn:  # It is being emptied: nothing is to come into it.
                 void &= (slots < one.slot_first) | (slots >= one.slot_first + one.slot_count)
-        kept = np.ones(len(hashes), dtype=np.bool_)
-        rows = np.full(len(hashes), NOBODY, dtype=np.int32)
-        parents = np.full(len(hashes), NOBODY, dtype=np.int32)
-        new: dict[int, int] = {}  # Position in the slice -> position among the new ones.
-        size = residency.facts.hash_bytes
-        for position, block in enumerate(hashes):
-            row = index.row_of.get(block)
-            if row is not None:
-                rows[position] = row
-                kept[position] = void[position] and int(index.place[row]) == NOBODY
-                continue
-            if not void[position]:
-                kept[position] = False
-                continue
-            above = int(event.parents[start + position])
-            if above == _ROOT:
-                pass
-            elif above - start in new:
-                parents[position] = IN_CALL - new[above - start]
-            else:
-                found = index.row_of.get(BlockHash(event.packed[above * size : (above + 1) * size]))
-                if found is None:
-                    kept[position] = False
-                    continue
-                parents[position] = found
-            new[position] = len(new)
-        fresh = np.array(list(new), dtype=np.int64)
-        rows[fresh] = index.adopt_bare([hashes[one] for one in new], parents[fresh])
-        residency.adopt(rows[kept], places[kept], now)
+        mine = rows[start : start + len(hashes)]  # A view.
+        find_resident(event, index, hashes, mine)
+        kept: Mask = void & (mine != NOBODY)
+        kept[kept] = index.place[mine[kept]] == NOBODY
+        codes, fresh = parent_codes(event, residency, rows, start, void & (mine == NOBODY))
+        chosen = np.flatnonzero(fresh)
+        new = hashes if fresh.all() else [hashes[one] for one in chosen.tolist()]
+        mine[chosen] = index.adopt_bare(new, codes[chosen])
+        kept |= fresh
+        residency.adopt(mine[kept], places[kept], now)
         return kept
 
     def _are_void(self, namespace: NamespaceId, places: Places) -> Mask:

@@ -61,6 +61,7 @@ def lower_counts(lower: LowerTier, demotions: Demotions, promotions: Promotions)
         reinserted_count=demotions.retiring.again_count,
         reused_segment_count=demotions.retiring.reused_count,
         dropped_count=demotions.retiring.dropped_count,
+        leased_count=lower.leased_count,
     )
 
 

@@ -47,6 +47,7 @@ class NamespaceOpened:
     shard_count: int
     shard_bytes: int = 0  # Payload of one shard; needed where there is a tier below memory.
     fingerprint: bytes = b""  # Likewise.
+    block_tokens: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,14 @@ class SlabMapped:
 
     session: SessionId
     slab: SlabId
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsMapped:
+    """A worker process has mapped these segments of the tier whose slots may be leased."""
+
+    session: SessionId
+    segments: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +155,7 @@ class Acquire:
     deadline: float
     skip_count: int = 0
     wait_until: float = 0.0
+    takes_direct: bool = False  # Who asks understands slots of a tier below memory.
     lease: LeaseId | None = None  # Set by the manager when the event is continued.
     done_count: int = 0  # Likewise.
     is_promoting: bool = False  # Likewise.
@@ -254,6 +264,7 @@ class LowerOpened:
     lives: Sequence[tuple[SegmentHeader, npt.NDArray[np.int64]]] = ()
     is_writable: bool = True
     tier: TierName = TierName.NVME
+    is_direct: bool = False  # Engines may be leased its slots as they are.
     key_id: int = 0  # Of the key that new segments are sealed with; 0 for none.
 
 
@@ -288,7 +299,10 @@ class BlocksAdopted:
     slots: Slots
     are_summed: npt.NDArray[np.bool_]  # Whose checksum the slot table has.
     sequence_next: int  # Higher than that of every entry in the slot table.
-    done_count: int = 0  # Set by the manager when the event is continued.
+    done_count: int = 0  # These are set by the manager when the event is continued.
+    rows: npt.NDArray[np.int32] | None = None  # Index rows of the blocks done.
+    change_count: int = -1
+    own_count: int | None = 0  # Blocks done that are resident; None once some block has gone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +321,11 @@ class FreeAdopted:
 
     namespace: NamespaceId
     slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionEnded:
+    """All that the slot table says of adopted slots has been told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +407,15 @@ class ChecksumsComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class Refitted:
+    """Answer to Refit: what its work returned."""
+
+    namespace: NamespaceId
+    epoch: int
+    result: object
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsCorrupt:
     """Bytes of these slots do not match their checksum: void them and what depends on them."""
 
@@ -427,6 +455,7 @@ Event = (
     | SlabPopulated
     | SlabMapped
     | SlabUnmapped
+    | SegmentsMapped
     | Clear
     | SessionOpened
     | NamespaceJoined
@@ -439,6 +468,7 @@ Event = (
     | Reserve
     | Commit
     | Abort
+    | Refitted
     | Evict
     | HintSessionEnd
     | HintPaused
@@ -448,6 +478,7 @@ Event = (
     | BlocksAdopted
     | ReservedAdopted
     | FreeAdopted
+    | AdoptionEnded
     | BlocksRecovered
     | BlocksFound
     | LowerChanged

@@ -1,29 +1,33 @@
 """Acquire and Release: who is granted a lease on what, at once or when promotion has ended.
 
-A lease pins what it promises from the start: blocks in memory, and the slots that the others are
-being promoted into. While it is pending it is on all of these; it is granted on the leading run
-that is READY when the last of them has ended, or when its wait is over.
+A lease pins what it promises from the start: blocks in memory, the slots that others are being
+promoted into, and the slots below of what is leased as it lies there (direct.py). While it is
+pending it is on all of these; it is granted on the leading run that is there when the last of them
+has ended, or when its wait is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.direct import DirectLeases
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
-from kvtier.core.index import NOBODY
+from kvtier.core.index import NOBODY, Rows
 from kvtier.core.ladder import Ladder, Origins
-from kvtier.core.leases import Lease, LeaseTable
+from kvtier.core.leases import Lease, LeaseTable, LowerSlots
 from kvtier.core.promotions import Promotions, Want
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
+from kvtier.core.slots import Slots
 from kvtier.errors import BadRequest, LimitExceeded
 from kvtier.types import BlockHash, Cut, EngineId, LeaseId, NamespaceId, TierName
 
@@ -42,6 +46,7 @@ class _Pending:
     wait_until: float
     cut: Cut  # Should all of it come.
     places: Places
+    direct: LowerSlots
     settled_count: int = 0  # Of the leading ones, which need not be looked at again.
 
 
@@ -52,6 +57,7 @@ class _Found:
     places: Places
     origins: Origins  # Where each block was, see `Lease.origins`.
     cut: Cut
+    direct: LowerSlots  # See `Lease.direct`.
     is_promoting: bool = False
     instructions: list[ins.Instruction] = field(default_factory=list)
 
@@ -74,12 +80,16 @@ class Granting:
         self._promotions = promotions
         self._ladder = ladder
         self._config = config
+        self.direct = DirectLeases(engines, ladder)
         self.leases = LeaseTable(
             margin_seconds=config.lease_margin_seconds, lease_first=config.lease_first
         )
         self._pending: dict[LeaseId, _Pending] = {}
         self._has_unwanted = False  # Somebody does not wait any more for all that he asked for.
         self.is_draining = False
+
+    def handlers(self) -> dict[type, Callable[[Any, float], list[ins.Instruction]]]:
+        return {ev.Release: self.release, ev.SegmentsMapped: self.direct.on_segments_mapped}
 
     # --------------------------------------------------------------------------------- acquire
 
@@ -100,6 +110,7 @@ class Granting:
         sliced = self._pin_slice(event, residency, now)
         lease.places.append(sliced.places)
         lease.origins.append(sliced.origins)
+        lease.direct.append(sliced.direct)
         done_count = event.done_count + len(sliced.places)
         if sliced.cut is Cut.NONE and done_count < len(event.hashes):
             rest = replace(
@@ -112,20 +123,29 @@ class Granting:
         # After its deadline the lease is of no use; and it would end before its wait.
         wait_until = min(event.wait_until, event.deadline)
         pending = _Pending(
-            lease, residency, event.skip_count, wait_until, sliced.cut, lease.all_places()
+            lease,
+            residency,
+            event.skip_count,
+            wait_until,
+            sliced.cut,
+            lease.all_places(),
+            lease.all_direct(),
         )
+        residency.note_request(pending.places, event.hashes, now)
         return [*sliced.instructions, *self._answer(pending)]
 
     def _is_whole(self, lease: Lease, residency: Residency, skip_count: int) -> bool:
         """Whether all that the lease holds is still there, or coming."""
-        return bool(_is_coming(residency, lease.all_places(), skip_count).all())
+        coming = _is_coming(residency, lease.all_places(), skip_count)
+        return bool((coming | self.direct.are_whole(lease.all_direct())).all())
 
     def _pin_slice(self, event: ev.Acquire, residency: Residency, now: float) -> _Found:
         start = event.done_count
-        part = event.hashes[start : start + self._config.slice_blocks]
+        part = event.hashes[start : start + self._config.lease_slice_blocks]
         after = event.hashes[start - 1] if start else None
         waits = event.wait_until > now
-        if not (event.is_promoting and waits):
+        looks_below = waits or bool(self.direct.usable(event, residency))
+        if not (event.is_promoting and looks_below):
             sliced = residency.lease(
                 part,
                 after=after,
@@ -137,13 +157,14 @@ class Granting:
             self._ladder.note_use(residency, sliced.rows)
             absent = sliced.places == NOBODY
             origins = self._ladder.origins(residency.index, sliced.rows, absent)
-            if sliced.cut is not Cut.DEADLINE or not waits:
-                return _Found(sliced.places, origins, sliced.cut)
-            if len(sliced.places):  # The rest of it in the next slice, with promotion.
-                return _Found(sliced.places, origins, Cut.NONE, is_promoting=True)
-        return self._promote_slice(event, residency, part, after, now)
+            none = np.full(len(sliced.places), NOBODY, dtype=np.int64)
+            if sliced.cut is not Cut.DEADLINE or not looks_below:
+                return _Found(sliced.places, origins, sliced.cut, none)
+            if len(sliced.places):  # The rest of it in the next slice, from below.
+                return _Found(sliced.places, origins, Cut.NONE, none, is_promoting=True)
+        return self._look_below(event, residency, part, after, now)
 
-    def _promote_slice(
+    def _look_below(
         self,
         event: ev.Acquire,
         residency: Residency,
@@ -151,24 +172,24 @@ class Granting:
         after: BlockHash | None,
         now: float,
     ) -> _Found:
-        """Pin blocks wherever they are, and have those promoted that are not in memory."""
+        """Pin blocks wherever they are: in memory, or below if they may be leased there. Have the
+        others promoted, for who waits."""
         # First of all, for it raises if the session has ended meanwhile.
         self._shares.usable(event.session, event.namespace)
         part = part[: self._config.evict_slice_blocks]
         rows, cut = residency.straight_rows(part, after)
         skipped = max(0, event.skip_count - event.done_count)
-        places = residency.index.place[rows]
-        wanted = np.flatnonzero(places == NOBODY)
+        usable = self.direct.usable(event, residency)
+        direct = self.direct.choose(residency, rows, skipped, usable)
+        places = _places_of(residency, rows, direct)
+        count, why = self._room(residency, places, direct, skipped, waits=event.wait_until > now)
+        if count < len(rows):
+            rows, places, direct, cut = rows[:count], places[:count], direct[:count], why
+        wanted = np.flatnonzero((places == NOBODY) & (direct == NOBODY))
         wanted = wanted[wanted >= skipped]
-        room = self._pin_room(residency, places, skipped)
-        if room < len(rows):
-            rows, cut = rows[:room], Cut.PIN_LIMIT
-            wanted = wanted[wanted < room]
         # Pinned before slots are taken: evicting for them must not hit this chain.
-        places = residency.index.place[rows]
-        held = places[places >= 0]
-        residency.tier.pin_for_lease(held)
-        self._promotions.hasten(residency, held)
+        self._pin(residency, places, direct)
+        self._promotions.hasten(residency, places[places >= 0])
         taken, instructions = self._promotions.ask(
             residency, rows[wanted], want=Want.LEASE, session=event.session, now=now
         )
@@ -177,28 +198,65 @@ class Granting:
             stop = int(wanted[len(taken)])
             could_come = self._ladder.has_readable(residency.index, int(rows[stop]))
             cut = Cut.NO_SPACE if could_come else Cut.MISS
-            self._unpin(residency, places[stop:])
-            rows = rows[:stop]
-        places = residency.index.place[rows]
+            self._unpin(residency, places[stop:], direct[stop:])
+            rows, direct = rows[:stop], direct[:stop]
+        places = _places_of(residency, rows, direct)
         # Cut where a block lies in a slab set that the engine has not mapped.
-        usable = self._shares.usable(event.session, event.namespace)
-        count = residency.mapped_count(places, skipped, usable)
+        count = self._mapped_count(event, residency, places, direct, skipped)
         if count < len(places):
-            self._unpin(residency, places[count:])
-            rows, places, cut = rows[:count], places[:count], Cut.UNMAPPED
-        residency.touch(rows, now)
-        self._ladder.note_use(residency, rows)
+            self._unpin(residency, places[count:], direct[count:])
+            rows, places, direct = rows[:count], places[:count], direct[:count]
+            cut = Cut.UNMAPPED
         absent = ~residency.tier.is_ready(places)
+        residency.note_use(rows, now)
+        self._ladder.note_use(residency, rows)
         origins = self._ladder.origins(residency.index, rows, absent)
+        again = self.direct.used_again(residency, rows, direct)
+        instructions.extend(self._promotions.ask_softly(residency, again, event.session, now))
         instructions.extend(self._promotions.pump(now))
-        return _Found(places, origins, cut, is_promoting=True, instructions=instructions)
+        return _Found(places, origins, cut, direct, is_promoting=True, instructions=instructions)
 
-    def _pin_room(self, residency: Residency, places: Places, skipped: int) -> int:
+    def _mapped_count(
+        self,
+        event: ev.Acquire,
+        residency: Residency,
+        places: Places,
+        direct: LowerSlots,
+        skipped: int,
+    ) -> int:
+        """How many of these lead in slab sets that the engine has mapped, or are leased below."""
+        usable = self._shares.usable(event.session, event.namespace)
+        others = np.flatnonzero(direct == NOBODY)
+        count = residency.mapped_count(places[others], skipped, usable)
+        return len(places) if count == len(others) else int(others[count])
+
+    def _room(
+        self,
+        residency: Residency,
+        places: Places,
+        direct: LowerSlots,
+        skipped: int,
+        *,
+        waits: bool,
+    ) -> tuple[int, Cut]:
+        """How many of these blocks may be leased, and what forbids the next one: the limit on
+        pins, or that it would have to be waited for."""
+        is_direct = direct != NOBODY
+        count = self._pin_room(residency, places, is_direct, skipped)
+        if waits:
+            return count, Cut.PIN_LIMIT
+        there = residency.tier.is_ready(places) | is_direct
+        there[:skipped] = True
+        ready_count = _leading(there)
+        return (count, Cut.PIN_LIMIT) if count <= ready_count else (ready_count, Cut.DEADLINE)
+
+    def _pin_room(self, residency: Residency, places: Places, is_direct: Mask, skipped: int) -> int:
         """How many of these blocks the limit on pins allows, those to be promoted included."""
         fresh = np.ones(len(places), dtype=np.int64)
         held = places >= 0
         fresh[held] = residency.tier.lease_pins[places[held]] == 0
         fresh[:skipped][~held[:skipped]] = 0
+        fresh[is_direct] = 0  # They take no slot in memory.
         room = self._shares.lease_count_max(residency) - residency.tier.leased_count
         return int(np.searchsorted(np.cumsum(fresh), room, side="right"))
 
@@ -246,19 +304,24 @@ class Granting:
             self.end(lease.lease)
             none = np.zeros(0, dtype=np.uint32)
             return ins.LeaseGranted(None, 0, none, lease.deadline, cut, residency.epoch, ())
-        self._unpin(residency, places[count:])
-        places = places[:count]
-        lease.places = [places]
+        direct = pending.direct
+        self._unpin(residency, places[count:], direct[count:])
+        places, direct = places[:count], direct[:count]
+        lease.places, lease.direct = [places], [direct]
+        slots, is_direct = _slots_of(
+            residency, places[pending.skip_count :], direct[pending.skip_count :]
+        )
         names = (TierName.DRAM, *self._ladder.tiers)
         counts = np.bincount(lease.all_origins()[:count], minlength=len(names)).tolist()
         return ins.LeaseGranted(
             lease=lease.lease,
             leased_count=count,
-            slots=residency.tier.slots_of(places[pending.skip_count :]),
+            slots=slots,
             deadline=lease.deadline,
             cut=cut,
             epoch=residency.epoch,
             tiers=tuple(one for one in zip(names, counts, strict=True) if one[1]),
+            is_direct=is_direct,
         )
 
     def grant_ended(self) -> list[ins.Instruction]:
@@ -275,7 +338,8 @@ class Granting:
         residency, places = pending.residency, pending.places
         while pending.settled_count < len(places):  # Ends: goes on, or returns.
             part = places[pending.settled_count :][:_SETTLED_PART]
-            ready = _leading(residency.tier.is_ready(part))
+            direct = pending.direct[pending.settled_count :][:_SETTLED_PART]
+            ready = _leading(residency.tier.is_ready(part) | self.direct.are_whole(direct))
             pending.settled_count += ready
             if ready < len(part):
                 return bool(_is_coming(residency, part[ready : ready + 1], 0)[0])
@@ -303,6 +367,7 @@ class Granting:
     def _ready_count(self, pending: _Pending) -> int:
         """The leading blocks that need not be waited for: READY, or the engine has them itself."""
         ready = pending.residency.tier.is_ready(pending.places)
+        ready |= self.direct.are_whole(pending.direct)
         ready[: pending.skip_count] = True
         return _leading(ready)
 
@@ -341,7 +406,7 @@ class Granting:
     def _forget(self, lease: Lease) -> None:
         if self._pending.pop(lease.lease, None) is not None:
             self._has_unwanted = True
-        self._unpin(self._namespaces[lease.namespace], lease.all_places())
+        self._unpin(self._namespaces[lease.namespace], lease.all_places(), lease.all_direct())
 
     def _drop_unwanted(self) -> list[ins.Instruction]:
         if not self._has_unwanted:
@@ -349,8 +414,16 @@ class Granting:
         self._has_unwanted = False
         return self._promotions.drop_unwanted()
 
-    def _unpin(self, residency: Residency, places: Places) -> None:
+    def _pin(self, residency: Residency, places: Places, direct: LowerSlots) -> None:
+        residency.tier.pin_for_lease(places[places >= 0])
+        self.direct.pin(direct)
+
+    def _unpin(self, residency: Residency, places: Places, direct: LowerSlots) -> None:
         residency.tier.unpin_lease(places[places >= 0])
+        self.direct.unpin(direct)
+
+    def check_invariants(self) -> list[str]:
+        return self.direct.check_invariants(self.leases.all_leases())
 
 
 def no_lease(residency: Residency, event: ev.Acquire, cut: Cut) -> ins.LeaseGranted:
@@ -367,6 +440,25 @@ def _is_coming(residency: Residency, places: Places, skip_count: int) -> Mask:
         found |= promoting & (places >= 0)
     found[:skip_count] = True
     return found
+
+
+def _places_of(residency: Residency, rows: Rows, direct: LowerSlots) -> Places:
+    """Each block's place in memory, but for those that are leased where they lie below."""
+    places: Places = residency.index.place[rows]
+    places[direct != NOBODY] = NOBODY
+    return places
+
+
+def _slots_of(
+    residency: Residency, places: Places, direct: LowerSlots
+) -> tuple[Slots, Mask | None]:
+    """What the engine is told: a slot a block, and which of them are those of the tier below."""
+    is_direct = direct != NOBODY
+    if not is_direct.any():
+        return residency.tier.slots_of(places), None
+    slots = direct.astype(np.uint32)
+    slots[~is_direct] = residency.tier.slots_of(places[~is_direct])
+    return slots, is_direct
 
 
 def _leading(mask: Mask) -> int:

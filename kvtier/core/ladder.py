@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.demotions import Demotions
 from kvtier.core.index import NOBODY, PrefixIndex, Rows
@@ -18,7 +19,8 @@ from kvtier.core.lower_tier import LowerTier
 from kvtier.core.residency import Residency
 from kvtier.core.settings import LowerSettings
 from kvtier.core.slices import Lost
-from kvtier.types import NamespaceId, TierName
+from kvtier.core.slots import Slots
+from kvtier.types import NamespaceId, RemovedFor, TierName
 
 Mask = npt.NDArray[np.bool_]
 # 0 for what is in memory, else which rung has the block, counted from 1.
@@ -40,6 +42,7 @@ class Ladder:
         namespaces: Mapping[NamespaceId, Residency],
         settings: Mapping[TierName, LowerSettings],
     ) -> None:
+        self._namespaces = namespaces
         self.rungs: dict[TierName, Rung] = {}
         for tier, its in settings.items():
             lower = LowerTier(tier, namespaces)
@@ -116,6 +119,23 @@ class Ladder:
             for tier, slots in lost.lower_slots.items()
             for one in self.rungs[tier].lower.forget_slots(slots)
         ]
+
+    def on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
+        corrupt = event.slots[event.outcomes == ev.TransferOutcome.CORRUPT]
+        lost = self.lose_uncompared(self._namespaces[event.namespace], corrupt)
+        return [*lost, *self.rungs[event.tier].demotions.on_demoted(event, now)]
+
+    def lose_uncompared(self, residency: Residency, slots: Slots) -> list[ins.Instruction]:
+        """What lies in these slots of memory is corrupt: so may be copies that nobody compares."""
+        rows = residency.tier.row[residency.tier.allocator.places_of(slots)]
+        rows = rows[rows != NOBODY]
+        found: list[ins.Instruction] = []
+        for rung in self.opened():
+            if not rung.settings.is_compared:
+                below = rung.lower.columns(residency.index).slot[rows]
+                lost = below[below != NOBODY].tolist()
+                found.extend(rung.lower.lose(residency, lost, RemovedFor.CORRUPT))
+        return found
 
     def forgets_something(self, now: float) -> bool:
         """Whether `forget_some` has something to do, as far as is known."""

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from kvtier.core.replica import Places
 from kvtier.types import EngineId, LeaseId, NamespaceId, SessionId
 
+LowerSlots = npt.NDArray[np.int64]
+
 
 @dataclass(slots=True)
 class Lease:
@@ -28,13 +30,18 @@ class Lease:
     deadline: float
     began_at: float = 0.0
     # One array a slice of Acquire. NOBODY stands for a block that the engine has itself and that is
-    # not in memory.
+    # not in memory, or that is leased where it lies below.
     places: list[Places] = field(default_factory=list)
+    # Likewise: the slot in a tier below of what is leased as it lies there, else NOBODY.
+    direct: list[LowerSlots] = field(default_factory=list)
     # 0 for what was in memory, else which tier below it comes from, counted from 1.
     origins: list[npt.NDArray[np.int8]] = field(default_factory=list)
 
     def all_places(self) -> Places:
         return np.concatenate(self.places) if self.places else np.zeros(0, dtype=np.int32)
+
+    def all_direct(self) -> LowerSlots:
+        return np.concatenate(self.direct) if self.direct else np.zeros(0, dtype=np.int64)
 
     def all_origins(self) -> npt.NDArray[np.int8]:
         return np.concatenate(self.origins) if self.origins else np.zeros(0, dtype=np.int8)

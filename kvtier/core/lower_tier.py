@@ -12,7 +12,6 @@ taken in yet.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from kvtier.core.index import IN_CALL, NOBODY, LowerColumns, PrefixIndex, RowFla
 from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.segments import Group, Mask, SegmentBook, Slots, by_segment
+from kvtier.core.taking_in import after_slice, begin_slice, find_resident, parent_codes
 from kvtier.types import BlockHash, NamespaceId, PackedHashes, RemovedFor, TierName
 
 # Blocks taken in between two turns of the event loop: about 2 ms.
@@ -40,6 +40,8 @@ class LowerTier:
         self._namespace_of: dict[bytes, NamespaceId] = {}  # By fingerprint.
         self.is_writable = False
         self.is_readable = False
+        self.is_direct = False  # Slots may be leased as they are, see direct.py.
+        self.leased_count = 0  # Pins of such leases.
         self.dropped_count = 0  # Recovered blocks that could not be taken in.
 
     def columns(self, index: PrefixIndex) -> LowerColumns:
@@ -81,6 +83,7 @@ class LowerTier:
         self._book.adopt(event.lives)
         self.is_readable = True
         self.is_writable = event.is_writable
+        self.is_direct = event.is_direct
         return []
 
     def on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:
@@ -88,11 +91,7 @@ class LowerTier:
         if not self.is_readable:
             return []
         start, stop = event.done_count, event.done_count + RECOVERED_SLICE_BLOCKS
-        changed = start > 0 and event.change_count != residency.change_count
-        if changed or residency.index.sweep_pending:
-            event = replace(event, own_count=None)
-        count = len(event.lower_slots)
-        rows = event.rows if event.rows is not None else np.full(count, NOBODY, dtype=np.int32)
+        event, rows = begin_slice(event, residency)
         slots = event.lower_slots[start:stop]
         groups = list(by_segment(slots, self.book.row_count_max))
         valid = self.book.are_ready(slots, event.sequences[start:stop], groups)
@@ -111,18 +110,8 @@ class LowerTier:
             size = residency.facts.hash_bytes
             mine = PackedHashes(event.packed[start * size : stop * size], size)
             found.append(ins.BlocksTakenIn(event.namespace, self.tier, mine, kept))
-        if stop < count:
-            own_count = event.own_count
-            if own_count is not None:
-                own_count += int(np.count_nonzero(rows[start:stop] != NOBODY))
-            after = replace(
-                event,
-                done_count=stop,
-                rows=rows,
-                change_count=residency.change_count,
-                own_count=own_count,
-            )
-            found.append(ins.Continue(after))
+        if stop < len(event.lower_slots):
+            found.append(ins.Continue(after_slice(event, residency, rows, stop)))
         return found
 
     def _take_in(
@@ -135,16 +124,12 @@ class LowerTier:
         hashes = PackedHashes(event.packed, residency.facts.hash_bytes)[start:stop]
         slots = event.lower_slots[start:stop]
         mine = rows[start:stop]  # A view: what is written to it is remembered.
-        # Asking for each costs half as much as all the rest. As a rule every resident block is one
-        # of these that came before, and then none of those to come is there.
-        if len(index.row_of) != event.own_count:
-            there = index.row_of.get_all(hashes)
-            mine[:] = [NOBODY if row is None else row for row in there]
+        find_resident(event, index, hashes, mine)
         # Whoever was committed meanwhile gets the copy; a copy it has already stays.
         kept: Mask = valid & (mine != NOBODY)
         kept[kept] = self.columns(index).slot[mine[kept]] == NOBODY
         fresh = valid & (mine == NOBODY)
-        codes, fresh = self._parent_codes(residency, event, rows, start, fresh)
+        codes, fresh = parent_codes(event, residency, rows, start, fresh)
         chosen = np.flatnonzero(fresh)
         mine[chosen] = index.adopt(
             hashes if fresh.all() else [hashes[one] for one in chosen.tolist()],
@@ -156,37 +141,6 @@ class LowerTier:
         if event.used_at is not None:
             index.used_at[mine[chosen]] = event.used_at[start:stop][chosen]
         return kept
-
-    def _parent_codes(
-        self,
-        residency: Residency,
-        event: ev.BlocksRecovered,
-        rows: Rows,
-        start: int,
-        fresh: Mask,
-    ) -> tuple[Rows, Mask]:
-        """Each one's parent as `PrefixIndex.adopt` wants it; and who of `fresh` has one."""
-        parents = event.parents[start : start + len(fresh)]
-        codes = np.full(len(fresh), NOBODY, dtype=np.int32)
-        earlier = fresh & (parents != NOBODY) & (parents < start)
-        if event.own_count is None:
-            # The rows of blocks that have gone may be those of others by now.
-            for parent in np.unique(parents[earlier]).tolist():
-                row = residency.index.row_of.get(_hash_at(event, residency, parent))
-                rows[parent] = NOBODY if row is None else row
-        codes[earlier] = rows[parents[earlier]]
-        fresh = fresh & ~(earlier & (codes == NOBODY))
-        inside = np.flatnonzero(fresh & (parents >= start))
-        beside = parents[inside] - start
-        known = rows[start : start + len(fresh)][beside]
-        while True:  # Ends: each round takes one out, or is the last.
-            orphans = inside[fresh[inside] & (known == NOBODY) & ~fresh[beside]]
-            if not len(orphans):
-                break
-            fresh[orphans] = False
-        ordinals = np.cumsum(fresh) - 1
-        codes[inside] = np.where(known != NOBODY, known, IN_CALL - ordinals[beside])
-        return codes, fresh
 
     def on_blocks_found(self, event: ev.BlocksFound) -> tuple[list[ins.Instruction], bool]:
         """Take in what others have put here, as far as there are slots; whether there were too few.
@@ -351,6 +305,14 @@ class LowerTier:
                 self._row_of.pop(life.segment, None)
         self._book.void_all(fingerprint)
 
+    def pin_for_lease(self, slots: Slots) -> None:
+        self.book.pin(slots)
+        self.leased_count += len(slots)
+
+    def unpin_lease(self, slots: Slots) -> None:
+        self.book.unpin(slots)
+        self.leased_count -= len(slots)
+
     def row_at(self, slot: int) -> int:
         rows = self._row_of.get(slot // self.book.row_count_max)
         return NOBODY if rows is None else int(rows[slot % self.book.row_count_max])
@@ -381,7 +343,7 @@ class LowerTier:
         """These slots hold the blocks of these rows; `groups` as `by_segment` gives them."""
         columns = self.columns(residency.index)
         columns.slot[rows] = slots
-        columns.flags[rows] &= ~RowFlag.HOT
+        columns.flags[rows] &= ~(RowFlag.HOT | RowFlag.DIRECT)
         count_max = self.book.row_count_max
         offsets = slots % count_max
         for segment, part in by_segment(slots, count_max) if groups is None else groups:
@@ -424,8 +386,3 @@ class LowerTier:
             ):
                 found.append(f"a block's {self.tier} slot does not hold that block")
         return found
-
-
-def _hash_at(event: ev.BlocksRecovered, residency: Residency, position: int) -> BlockHash:
-    size = residency.facts.hash_bytes
-    return BlockHash(event.packed[position * size : position * size + size])

@@ -21,6 +21,7 @@ from kvtier.core.committing import Committing
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
+from kvtier.core.learning import Learning
 from kvtier.core.listing import Listing, list_rows
 from kvtier.core.locating import Locator
 from kvtier.core.promotions import Promotions
@@ -35,7 +36,7 @@ from kvtier.errors import (
     Draining,
     UnknownNamespace,
 )
-from kvtier.policy.eviction import EvictionPolicy
+from kvtier.policy.eviction import PolicyMaker
 from kvtier.types import (
     BlockHash,
     NamespaceId,
@@ -50,7 +51,7 @@ from kvtier.types import (
 class BlockManager:
     """See the module. Requests that cannot be served raise a KVTierError and change nothing."""
 
-    def __init__(self, config: ManagerConfig, *, make_policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, config: ManagerConfig, *, make_policy: PolicyMaker) -> None:
         self._config = config
         self._make_policy = make_policy
         self._namespaces: dict[NamespaceId, Residency] = {}
@@ -62,17 +63,13 @@ class BlockManager:
         self._ladder = Ladder(self._namespaces, config.lower)
         self._promotions = Promotions(self._namespaces, self._ladder, self._shares)
         self._granting = Granting(
-            self._namespaces,
-            self._engines,
-            self._shares,
-            self._promotions,
-            self._ladder,
-            config,
+            self._namespaces, self._engines, self._shares, self._promotions, self._ladder, config
         )
         self._committing = Committing(
             self._namespaces, self._engines, self._shares, self._ladder, config
         )
         self._adoption = Adoption(self._namespaces, self._ledger, self._shares, self._engines)
+        self._learning = Learning(self._namespaces)
         self.locator = Locator(self._namespaces)
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
@@ -87,7 +84,7 @@ class BlockManager:
             ev.SessionQuiet: self._on_session_quiet,
             ev.SessionEnded: self._on_session_ended,
             ev.Acquire: self._on_acquire,
-            ev.Release: self._granting.release,
+            **self._granting.handlers(),
             ev.Reserve: self._on_reserve,
             ev.Commit: self._known(self._committing.commit),
             ev.Abort: self._known(self._committing.abort),
@@ -108,7 +105,7 @@ class BlockManager:
             ev.DrainStarted: self._on_drain_started,
             ev.DrainEnded: self._on_drain_ended,
             ev.SweepVoid: self._on_sweep_void,
-            **self._adoption.handlers(),
+            **(self._adoption.handlers() | self._learning.handlers()),
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
@@ -184,6 +181,7 @@ class BlockManager:
             *self._ladder.check_invariants(),
             *self._promotions.check_invariants(),
             *self._adoption.check_invariants(),
+            *self._granting.check_invariants(),
         ]
 
     # -------------------------------------------------------------------- namespaces, sessions
@@ -205,6 +203,8 @@ class BlockManager:
                 event.shard_count,
                 event.shard_bytes,
                 event.fingerprint,
+                block_tokens=event.block_tokens,
+                block_count_max=self._ledger.slab_count_max // event.shard_count * set_slot_count,
             ),
             epoch=event.epoch,
             set_slot_count=set_slot_count,
@@ -354,8 +354,10 @@ class BlockManager:
     def _on_slots_corrupt(self, event: ev.SlotsCorrupt, now: float) -> list[ins.Instruction]:
         residency = self._residency(event.namespace)
         places = residency.tier.allocator.places_of(event.slots)
+        lost = self._ladder.lose_uncompared(residency, event.slots)
         hashes = residency.void_places(places)
         return [
+            *lost,
             ins.WriteGone(event.namespace, event.slots),
             *_removed(event.namespace, TierName.DRAM, hashes, RemovedFor.CORRUPT),
             ins.Continue(ev.SweepVoid()),
@@ -386,6 +388,7 @@ class BlockManager:
             *waits,
             *_quiet_requests(self._engines.ask_again()),
             *self._shares.keep_watermarks(),
+            *self._learning.begin(),
             *self._shares.drop_idle_sets(),
             *self._move(now),
         ]
@@ -421,8 +424,7 @@ class BlockManager:
         return self._ladder.rungs[event.tier].lower.on_changed(event, now)
 
     def _on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
-        demotions = self._ladder.rungs[event.tier].demotions
-        return [*demotions.on_demoted(event, now), *self._move(now)]
+        return [*self._ladder.on_demoted(event, now), *self._move(now)]
 
     def _on_promoted(self, event: ev.Promoted, now: float) -> list[ins.Instruction]:
         return [*self._promotions.on_promoted(event, now), *self._move(now)]

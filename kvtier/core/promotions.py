@@ -126,7 +126,8 @@ class Promotions:
     def _check(self, queue: _Queue) -> list[str]:
         found = []
         lower, waiting = queue.rung.lower, queue.waiting()
-        if lower.book.pin_count != queue.under_way_count + sum(count for _, count in waiting):
+        read_count = queue.under_way_count + sum(count for _, count in waiting)
+        if lower.book.pin_count != read_count + lower.leased_count:
             found.append(f"{lower.tier} slots are pinned for nothing, or read without a pin")
         if queue.waiting_bytes != sum(_bytes(one.residency, count) for one, count in waiting):
             found.append("bytes wait to be promoted of no block")
@@ -232,6 +233,16 @@ class Promotions:
         matched = residency.index.match(event.hashes)
         memory_count = residency.memory_count(event.hashes, matched)
         return [*found, ins.PrefetchBegun(memory_count, promoting_count)]
+
+    def ask_softly(
+        self, residency: Residency, rows: Rows, session: SessionId, now: float
+    ) -> list[ins.Instruction]:
+        """Have these promoted that nobody waits for, within what prefetches may, to where the
+        session's engine can read them."""
+        room = max(0, self._prefetch_room_bytes() // residency.facts.block_bytes)
+        rows = rows[:room]
+        _, found = self.ask(residency, rows, want=Want.PREFETCH, session=session, now=now)
+        return found
 
     def _prefetch_room_bytes(self) -> int:
         fraction_max = max(

@@ -51,6 +51,7 @@ class LowerCounts:
     reinserted_count: int  # Blocks written again because their segment was reused.
     reused_segment_count: int
     dropped_count: int  # Blocks that reuse has ended.
+    leased_count: int = 0  # Slots under direct leases, each as often as leased.
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.gguf_file import BadModelFile
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.kv_cache import make_kv_cache
+from kvtier.engine.prefix_index import Prefix
 from kvtier.engine.smollm2 import load_smollm2
 from kvtier.engine.tokenizer import Tokenizer
 
@@ -103,8 +104,10 @@ class EngineWorker:
         """xxh3-64 of each device block that holds a full block of these tokens."""
         config = self._engine.config
         chain = HashChain(seed=config.hash_seed, block_tokens=config.block_tokens)
-        chain.extend(_numbers(order["token_ids"]))
-        device_blocks = self._engine.scheduler.pool.match(chain.hashes)
+        token_ids = _numbers(order["token_ids"])
+        chain.extend(token_ids)
+        index = self._engine.scheduler.pool.index
+        device_blocks = index.match(Prefix(token_ids, chain.hashes))
         found = {}
         for block_hash, device_block in zip(chain.hashes, device_blocks, strict=False):
             data = self._engine.kv_cache[device_block].view(torch.uint8).numpy()

@@ -1,18 +1,18 @@
-"""Who holds each device block, and which block hashes are on the device.
+"""Who holds each device block, and which prefixes are on the device.
 
 Invariants:
   (0) a device block is in the free queue if and only if nobody holds it;
-  (1) hash -> device block and device block -> hash are inverse to each other;
-  (2) a free block that has a hash can still be found, until `take` gives it to a new owner;
-  (3) `take` prefers blocks without a hash, then the one released longest ago.
+  (1) a free block that is in the prefix index can still be found, until `take` gives it to a new
+      owner;
+  (2) `take` prefers blocks that are not in it, then the one released longest ago.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from kvtier.types import BlockHash
+from kvtier.engine.prefix_index import ChainedHashes, Prefix, PrefixIndex
 
 
 class OutOfBlocks(Exception):
@@ -22,12 +22,14 @@ class OutOfBlocks(Exception):
 class DeviceBlockPool:
     """Device blocks 0 .. block_count-1 with hold counts and a prefix cache of the free ones."""
 
-    def __init__(self, block_count: int) -> None:
+    def __init__(
+        self, block_count: int, make_index: Callable[[], PrefixIndex] = ChainedHashes
+    ) -> None:
         self.block_count = block_count
         self._hold_counts = [0] * block_count
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(block_count))
-        self._hashes: dict[int, BlockHash] = {}
-        self._blocks: dict[BlockHash, int] = {}
+        self._make_index = make_index
+        self.index = make_index()
 
     @property
     def free_count(self) -> int:
@@ -36,18 +38,8 @@ class DeviceBlockPool:
 
     @property
     def cached_count(self) -> int:
-        """Blocks that have a hash, held or free."""
-        return len(self._blocks)
-
-    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The device blocks of the longest cached prefix of `hashes`; changes nothing."""
-        matched: list[int] = []
-        for block_hash in hashes:
-            device_block = self._blocks.get(block_hash)
-            if device_block is None:
-                break
-            matched.append(device_block)
-        return matched
+        """Blocks that can be found, held or free."""
+        return len(self.index)
 
     def take(self, count: int) -> list[int]:
         """Hold `count` free blocks, all or none; what they had cached is forgotten."""
@@ -57,7 +49,7 @@ class DeviceBlockPool:
         for device_block in taken:
             assert self._hold_counts[device_block] == 0, "a held block was on the free queue"
             self._hold_counts[device_block] = 1
-            self._forget(device_block)
+            self.index.remove(device_block)
         return taken
 
     def hold_count(self, device_block: int) -> int:
@@ -78,26 +70,24 @@ class DeviceBlockPool:
             self._hold_counts[device_block] -= 1
             if self._hold_counts[device_block] == 0:
                 self._free[device_block] = None
-                if device_block not in self._hashes:
+                if device_block not in self.index:
                     self._free.move_to_end(device_block, last=False)
 
-    def publish(self, device_block: int, block_hash: BlockHash) -> None:
-        """Make a full block findable. The first device block of a hash stays its home."""
+    def publish(self, device_block: int, prefix: Prefix, index: int) -> None:
+        """Make block `index` of a prefix findable; the first device block with it stays its home.
+        A request that found the block publishes it again, which changes nothing."""
         assert self._hold_counts[device_block] > 0, "only a holder knows what a block contains"
-        if block_hash in self._blocks:
-            return
-        assert device_block not in self._hashes, "a published block is immutable"
-        self._blocks[block_hash] = device_block
-        self._hashes[device_block] = block_hash
+        if device_block not in self.index:
+            self.index.add(prefix, index, device_block)
 
     def is_published(self, device_block: int) -> bool:
         """Whether others may share this block; such a block is never written again."""
-        return device_block in self._hashes
+        return device_block in self.index
 
     def forget_all(self) -> None:
-        """Forget every hash (the weights changed, or a cold run is wanted); holders keep theirs."""
-        self._blocks.clear()
-        self._hashes.clear()
+        """Forget all prefixes (the weights changed, or a cold run is wanted); holders keep
+        theirs."""
+        self.index = self._make_index()
 
     def check_invariants(self) -> list[str]:
         """Each string is one violation."""
@@ -105,16 +95,4 @@ class DeviceBlockPool:
         for device_block, count in enumerate(self._hold_counts):
             if (count == 0) != (device_block in self._free):
                 wrong.append(f"device block {device_block} has {count} holders but is misplaced")
-        if len(self._hashes) != len(self._blocks):
-            wrong.append(
-                f"{len(self._hashes)} blocks have hashes, {len(self._blocks)} hashes blocks"
-            )
-        for block_hash, device_block in self._blocks.items():
-            if self._hashes.get(device_block) != block_hash:
-                wrong.append(f"hash {block_hash.hex()[:8]} leads to a block of another hash")
         return wrong
-
-    def _forget(self, device_block: int) -> None:
-        block_hash = self._hashes.pop(device_block, None)
-        if block_hash is not None:
-            del self._blocks[block_hash]

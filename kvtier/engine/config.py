@@ -42,6 +42,13 @@ class ModelConfig:
         return self.head_count // self.kv_head_count
 
 
+class IndexKind(StrEnum):
+    """How the engine finds the prefixes it has cached; both find the same blocks."""
+
+    HASHES = "hashes"
+    RADIX = "radix"  # For comparison: counts what is found of a block besides.
+
+
 class Batching(StrEnum):
     """When requests may join the running batch."""
 
@@ -64,6 +71,7 @@ class EngineConfig:
     preemption: Preemption = Preemption.AUTO
     hash_seed: str = HASH_SEED_DEFAULT
     prefix_caching: bool = True
+    prefix_index: IndexKind = IndexKind.HASHES
     # Bounds what a flood of requests costs in hashes and hook calls a step.
     waiting_count_max: int = 1024
     # Where it computes and has its KV: "cpu", "cuda" (torch's current one) or "cuda:1".

@@ -110,7 +110,7 @@ class Engine:
         outputs = self._settle()
         batch = self.scheduler.schedule()
         if copies := self.scheduler.take_copies():
-            # Before onboards begin: a block that was copied from may have been given to one.
+            # First: a block that is copied from may be written to in this step, by a new owner.
             self.device.copy_blocks(copies)
         if self._connector is not None:
             self._connector.worker.note_step(sum(scheduled.count for scheduled in batch))

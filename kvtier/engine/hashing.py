@@ -54,6 +54,7 @@ class HashChain:
     def __init__(self, *, seed: str, block_tokens: int, cache_salt: str | None = None) -> None:
         self._root = root_hash(seed)
         self.block_tokens = block_tokens
+        self.cache_salt = cache_salt
         self._first_extra: CborValue = None if cache_salt is None else [["cache_salt", cache_salt]]
         self.hashes: list[BlockHash] = []
 

@@ -11,6 +11,7 @@ import torch
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.hashing import HashChain
+from kvtier.engine.prefix_index import Prefix
 from kvtier.errors import IllegalTransition
 from kvtier.types import BlockHash
 
@@ -114,6 +115,10 @@ class Request:
     def hashes(self) -> list[BlockHash]:
         """Block hashes of all full blocks of `token_ids`."""
         return self.chain.hashes
+
+    def prefix(self, block_count: int) -> Prefix:
+        """Its first full blocks."""
+        return Prefix(self.token_ids, self.hashes[:block_count], self.chain.cache_salt)
 
     def tokens_of(self, block: int) -> list[int]:
         """Token ids of one full block."""

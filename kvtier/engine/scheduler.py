@@ -27,11 +27,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.engine.blocks import DeviceBlockPool
-from kvtier.engine.config import Batching, EngineConfig
+from kvtier.engine.config import Batching, EngineConfig, IndexKind
 from kvtier.engine.connector_api import SchedulerSide
+from kvtier.engine.prefix_index import ChainedHashes, PrefixIndex, RadixTree
 from kvtier.engine.request import Request, RequestEvent, RequestState
 from kvtier.policy.preemption import Preemption, PreemptionRule, Victim
 
@@ -71,7 +73,7 @@ class Scheduler:
         self.preemption = PreemptionRule(config.preemption if has_tier else Preemption.RECOMPUTE)
         self._now = now
         self._onboard_began: dict[str, float] = {}
-        self.pool = DeviceBlockPool(config.device_block_count)
+        self.pool = DeviceBlockPool(config.device_block_count, partial(_make_index, config))
         self._config = config
         self._connector = connector
         self._waiting: deque[Request] = deque()
@@ -83,6 +85,9 @@ class Scheduler:
         self._fork_numbers = itertools.count(1)
         self.copied_block_count = 0  # Since the start, on write.
         self.computed_token_count = 0  # Since the start.
+        # Of prompts, cached as the beginning of a block that goes on otherwise: computed all the
+        # same, and known to a radix tree alone.
+        self.sub_block_token_count = 0
 
     @property
     def waiting_count(self) -> int:
@@ -263,6 +268,9 @@ class Scheduler:
             self._waiting.remove(request)
             request.published_count = request.local_block_count = len(local)
             request.onboard_block_count = 0
+            if request.prefix_counts is None:
+                prefix = request.prefix(self._reusable_count(request))
+                self.sub_block_token_count += self.pool.index.extra_count(prefix)
             self._start(request)
             batch.append(self._scheduled(request, count))
             budget -= count
@@ -406,15 +414,16 @@ class Scheduler:
         return ScheduledTokens(request, request.computed_count, count)
 
     def _publish(self, request: Request, full_count: int) -> None:
-        if self._config.prefix_caching:
+        if self._config.prefix_caching and full_count > request.published_count:
+            prefix = request.prefix(full_count)
             for index in range(request.published_count, full_count):
-                self.pool.publish(request.device_blocks[index], request.hashes[index])
+                self.pool.publish(request.device_blocks[index], prefix, index)
         request.published_count = full_count
 
     def _match(self, request: Request) -> list[int]:
         if not self._config.prefix_caching:
             return []
-        return self.pool.match(request.hashes[: self._reusable_count(request)])
+        return self.pool.index.match(request.prefix(self._reusable_count(request)))
 
     def _onboard_count(self, request: Request, local_count: int) -> int | None:
         if self._connector is None or self.preemption.is_recomputed(request.request_id):
@@ -446,6 +455,12 @@ class Scheduler:
         reusable = request.hashes[: self._reusable_count(request)]
         tokens_of = request.tokens_of if request.chain.is_plain else None
         self._connector.on_new_request(request.request_id, reusable, tokens_of)
+
+
+def _make_index(config: EngineConfig) -> PrefixIndex:
+    if config.prefix_index is IndexKind.RADIX:
+        return RadixTree(config.block_tokens)
+    return ChainedHashes()
 
 
 def unfinished(requests: Sequence[Request]) -> bool:

@@ -9,18 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
-from kvtier.io.copy import copy_batch, copy_summed
+from kvtier.io.copy import copy_batch
 from kvtier.memory import Bytes
 
 # A wait ends late by what the kernel's timer, its scheduler and the GIL take; the next copy may
 # begin as much earlier on the emulated tier's books, or a stream of small copies would be slower
 # than asked. Beyond this a burst would show.
 _CATCH_UP_SECONDS = 0.010
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +86,12 @@ class Throttle:
 
     def copy_batch(self, targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
         """As `kvtier.io.copy.copy_batch`; each pair is one access."""
-        self._run(partial(copy_batch, targets, sources), sources)
-
-    def copy_summed(
-        self, targets: Sequence[Bytes], sources: Sequence[Bytes], sum_bytes: int
-    ) -> list[int]:
-        """As `kvtier.io.copy.copy_summed`; each pair is one access."""
-        return self._run(partial(copy_summed, targets, sources, sum_bytes), sources)
-
-    def _run(self, copy: Callable[[], T], sources: Sequence[Bytes]) -> T:
         began_at = self._now()
         length_bytes = sum(source.nbytes for source in sources)
         with self._lock:
             due_at = self._bucket.take(length_bytes, now=began_at)
         due_at += self.speed.latency_seconds * len(sources)
-        found = copy()
+        copy_batch(targets, sources)
         is_late = self._now() > due_at
         while (left_seconds := due_at - self._now()) > 0:
             self._wait(left_seconds)
@@ -119,4 +106,3 @@ class Throttle:
                 busy_seconds=before.busy_seconds + ended_at - began_at,
                 late_count=before.late_count + is_late,
             )
-        return found

@@ -13,7 +13,7 @@ class CxlMetrics:
         direction = {"direction": TRANSFERS}
         self.transferred_blocks = registry.counter(
             "kvtier_cxl_transferred_blocks_total",
-            "Blocks copied between DRAM and the CXL tier. corrupt: somebody wrote into either.",
+            "Blocks copied between DRAM and the CXL tier. corrupt: there was none any more.",
             {**direction, "outcome": ("done", "corrupt")},
         )
         seconds = registry.histogram(
@@ -24,6 +24,16 @@ class CxlMetrics:
         self.transfer_seconds = {one: seconds.labels(one) for one in TRANSFERS}
         self.emulated = registry.gauge(
             "kvtier_cxl_emulated_info", "1 while the CXL tier is ordinary memory, slowed down.", {}
+        )
+        self.direct = registry.gauge(
+            "kvtier_cxl_direct_info",
+            "1 while engines that have mapped the CXL tier copy blocks from it themselves.",
+            {},
+        )
+        self.direct_blocks = registry.counter(
+            "kvtier_cxl_direct_blocks_total",
+            "Blocks leased to engines as they lie in the CXL tier.",
+            {},
         )
         self.state = registry.gauge(
             "kvtier_cxl_state",

@@ -43,20 +43,19 @@ class AdoptedSlots:
 def adopted_slots(
     table: Bytes, generation: int, epochs: Mapping[bytes, int], ranges: Sequence[range]
 ) -> AdoptedSlots:
-    """Read the table; `ranges` are the slots that are adopted, `epochs` the current ones."""
-    words = table[: len(table) // ENTRY_BYTES * ENTRY_BYTES].view(np.uint64)
-    is_adopted = np.zeros(len(words) // (ENTRY_BYTES // 8), np.bool_)
-    for one in ranges:
-        is_adopted[one.start : one.stop] = True
+    """Read what the table says of the slots that are adopted.
+
+    `table`: the entries of `ranges`, which ascend, one after another. `epochs`: the current ones.
+    """
+    numbers = np.concatenate([np.arange(one.start, one.stop, dtype=np.uint32) for one in ranges])
+    assert len(table) == len(numbers) * ENTRY_BYTES, "the entries are not those of the ranges"
     found = recover(table, generation, epochs)
-    keep = is_adopted[found.ready_slots]
-    slots, entries = found.ready_slots[keep], found.ready[keep]
-    mine = is_adopted[found.reserved_slots]
-    reserved = _by_engine(found.reserved_slots[mine], found.reserved[mine])
-    is_used = np.zeros(len(is_adopted), np.bool_)
+    slots, entries = numbers[found.ready_slots], found.ready
+    reserved = _by_engine(numbers[found.reserved_slots], found.reserved)
+    is_used = np.zeros(len(numbers), np.bool_)
     for some in (found.ready_slots, found.reserved_slots, found.void_slots):
         is_used[some] = True
-    free = np.flatnonzero(is_adopted & ~is_used).astype(np.uint32)
+    free = numbers[~is_used]
     own = reserved.pop(_DAEMON, np.empty(0, np.uint32))
     chains = [_summed(one, slots, entries) for one in chains_of(_blocks(slots, entries))]
     return AdoptedSlots(
@@ -78,10 +77,12 @@ def _by_engine(slots: Slots, entries: Entries) -> dict[bytes, Slots]:
 
 def _blocks(slots: Slots, entries: Entries) -> RecoveredBlocks:
     """As a lower pool gives them, where each namespace has had one segment."""
-    prints = entries["fingerprint"]
-    order = np.lexsort(prints.T[::-1]) if len(prints) else np.empty(0, np.int64)
-    slots, entries = slots[order], entries[order]
     starts = np.flatnonzero(_differs(entries["fingerprint"]))
+    if len(starts) > 1:
+        prints = np.ascontiguousarray(entries["fingerprint"]).view(np.uint64)
+        order = np.lexsort(prints.T)
+        slots, entries = slots[order], entries[order]
+        starts = np.flatnonzero(_differs(entries["fingerprint"]))
     ends = [*starts[1:].tolist(), len(slots)]
     lives = [
         (_life(entries[start]), np.arange(start, end))

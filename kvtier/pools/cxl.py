@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.checksum import combine_checksums
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
-from kvtier.io.copy import copy_batch, copy_summed
+from kvtier.io.copy import copy_batch
 from kvtier.io.dax import DaxDevice
 from kvtier.io.throttle import EmulatedSpeed, Throttle, ThrottleStats
 from kvtier.memory import Bytes
@@ -27,10 +25,11 @@ from kvtier.pools.slabs import Slab
 from kvtier.pools.source import MemorySource, SlabSource
 
 CopyBatch = Callable[[Sequence[Bytes], Sequence[Bytes]], None]
-CopySummed = Callable[[Sequence[Bytes], Sequence[Bytes], int], list[int]]
 
 # A node without processors has few users but us; the kernel's own part is taken off already.
 RESERVE_BYTES = 16 << 20
+# Engines give up what a former daemon lent them as soon as they see that it is gone.
+_LENT_SECONDS_MAX = 5.0
 # More than most processors' caches hold, in pieces, as far as the time goes.
 _MEASURE_BYTES_MAX = 64 << 20
 _MEASURE_PIECE_BYTES = 4 << 20
@@ -69,12 +68,7 @@ class CxlMemory(Protocol):
 
     @property
     def copy_batch(self) -> CopyBatch:
-        """Copies to and from slots; every one that the daemon makes goes through this …"""
-        ...
-
-    @property
-    def copy_summed(self) -> CopySummed:
-        """… or through this, which sums what has arrived in the same pass."""
+        """Copies to and from slots; every one that the daemon makes goes through this."""
         ...
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
@@ -93,19 +87,29 @@ class NodeMemory:
 
     reserve_bytes = RESERVE_BYTES
 
-    def __init__(self, node: int, *, slab_bytes: int, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        node: int,
+        *,
+        slab_bytes: int,
+        budget_bytes: int | None = None,
+        is_single_tenant: bool = False,
+    ) -> None:
         """Raises ConfigError for a node without memory, or too little of it."""
-        self.source = MemorySource(node)
+        self._is_single_tenant = is_single_tenant
+        # Somebody may read it under a lease when the daemon ends.
+        self.source = MemorySource(node, punches=not is_single_tenant)
         self.label = self.source.name
         room_bytes = self.source.room_bytes() or 0
         wanted_bytes = max(0, room_bytes - RESERVE_BYTES) if budget_bytes is None else budget_bytes
         self.slab_bytes = slab_bytes
         self.slab_count_max = _slab_count(self.label, wanted_bytes, slab_bytes)
         self.copy_batch: CopyBatch = copy_batch
-        self.copy_summed: CopySummed = copy_summed
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
-        return ClientSlab(os.dup(slab.fd), 0)
+        if not self._is_single_tenant:
+            return None
+        return ClientSlab(os.open(f"/proc/self/fd/{slab.fd}", os.O_RDONLY | os.O_CLOEXEC), 0)
 
     def throttle_stats(self) -> ThrottleStats | None:
         return None
@@ -134,6 +138,7 @@ class DaxMemory:
             slab_bytes=slab_bytes,
             generation=generation,
             is_single_tenant=is_single_tenant,
+            wait_seconds=_LENT_SECONDS_MAX if is_single_tenant else 0.0,
         )
         self.label = self.source.name
         self.slab_bytes = slab_bytes
@@ -146,7 +151,6 @@ class DaxMemory:
                 raise
         self.slab_count_max = count
         self.copy_batch: CopyBatch = copy_batch
-        self.copy_summed: CopySummed = copy_summed
         self._is_single_tenant = is_single_tenant
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
@@ -177,7 +181,6 @@ class EmulatedMemory:
         self.reserve_bytes = 256 << 20  # As for DRAM, which it is.
         self._throttle = Throttle(speed, clock.now)
         self.copy_batch: CopyBatch = self._throttle.copy_batch
-        self.copy_summed: CopySummed = self._throttle.copy_summed
 
     def open_for_client(self, slab: Slab) -> ClientSlab | None:
         return None
@@ -187,27 +190,6 @@ class EmulatedMemory:
 
     def close(self) -> None:
         """Nothing is held but the slabs."""
-
-
-def copy_compared(
-    copy_summed: CopySummed,
-    targets: Sequence[Bytes],
-    sources: Sequence[Bytes],
-    *,
-    payload_bytes: int,
-    checksums: npt.NDArray[np.uint64],
-) -> npt.NDArray[np.bool_]:
-    """Copy blocks, all their shards in a row; of each whether it has arrived with its checksum.
-
-    `payload_bytes`: of one shard; the rest of its view is padding.
-    """
-    sums = copy_summed(targets, sources, payload_bytes)
-    shard_count = len(sums) // len(checksums)
-    found = [
-        combine_checksums(sums[first : first + shard_count])
-        for first in range(0, len(sums), shard_count)
-    ]
-    return np.equal(np.array(found, np.uint64), checksums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from kvtier.types import SlabId
 # Whatever lies at the start of somebody else's memory is looked for here: partition tables, file
 # systems and the label of a namespace begin lower.
 _HEAD_BYTES = 2 << 20
+_LOCK_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,17 @@ class DaxSource:
         slab_bytes: int,
         generation: int,
         is_single_tenant: bool = False,
+        wait_seconds: float = 0.0,
         force: bool = False,
     ) -> None:
-        """Take the device; ConfigError when it is in use, holds somebody else's bytes and `force`
-        was not said, or is too small. Then it was not changed."""
+        """Take the device, or wait so long for those that it was lent to; ConfigError when it is
+        still in use, holds somebody else's bytes and `force` was not said, or is too small. Then it
+        was not changed."""
         _assert_fitting(device, slab_bytes)
         self._device = device
         self._slab_bytes = slab_bytes
         self._is_single_tenant = is_single_tenant
-        self._fd = _open_locked(device)
+        self._fd = _open_locked(device, wait_seconds)
         superblock = DaxSuperblock(generation, device.size_bytes, device.align_bytes, slab_bytes)
         try:
             _take(self._fd, device, superblock, force=force)
@@ -218,17 +221,20 @@ def _head_bytes(device: DaxDevice) -> int:
     return -(-_HEAD_BYTES // device.align_bytes) * device.align_bytes
 
 
-def _open_locked(device: DaxDevice) -> int:
+def _open_locked(device: DaxDevice, wait_seconds: float = 0.0) -> int:
     try:
         fd = os.open(device.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"{device.path}: {error.strerror}") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise ConfigError(f"{device.path} is in use by another process (flock)") from None
-    return fd
+    for _ in range(1 + round(wait_seconds / _LOCK_POLL_SECONDS)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            threading.Event().wait(min(wait_seconds, _LOCK_POLL_SECONDS))
+        else:
+            return fd
+    os.close(fd)
+    raise ConfigError(f"{device.path} is in use by another process (flock)")
 
 
 def _take(fd: int, device: DaxDevice, superblock: DaxSuperblock, *, force: bool) -> None:

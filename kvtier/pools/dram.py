@@ -130,6 +130,10 @@ class DramPool:
     def table_bytes(self) -> Bytes:
         return self._table.read_bytes()
 
+    def table_ranges(self, ranges: Sequence[range]) -> Bytes:
+        """A copy of the entries of these slots, one range after another."""
+        return self._table.read_ranges(ranges)
+
     def close(self) -> None:
         for slab in self._slabs.values():
             slab.mapping.close()

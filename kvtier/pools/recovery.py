@@ -48,20 +48,29 @@ class RecoveredEntries:
 def recover(table: Bytes, generation: int, epochs: Mapping[bytes, int]) -> RecoveredEntries:
     """Read a table; `epochs` gives the current epoch of each namespace, by fingerprint."""
     entries = table[: len(table) // ENTRY_BYTES * ENTRY_BYTES].view(ENTRY)
-    used = np.flatnonzero(table.view(np.uint64).reshape(-1, ENTRY_BYTES // 8).any(axis=1))
-    found = entries[used]
+    words = table.view(np.uint64).reshape(-1, ENTRY_BYTES // 8)
+    is_used: _Mask = np.asarray(words.any(axis=1))
+    found = _chosen(entries, is_used)
     sound = sound_entries(found, generation)
     reserved = sound & (found["state"] == SlotState.RESERVED)
     ready = sound & (found["state"] == SlotState.READY) & _current(found, epochs)
-    ready[ready] = newest_entries(found[ready])
-    slots = used.astype(np.uint32)
+    ready[ready] = newest_entries(_chosen(found, ready))
+    slots = np.flatnonzero(is_used).astype(np.uint32)
     return RecoveredEntries(
         ready_slots=slots[ready],
-        ready=found[ready],
+        ready=_chosen(found, ready),
         reserved_slots=slots[reserved],
-        reserved=found[reserved],
+        reserved=_chosen(found, reserved),
         void_slots=slots[~(ready | reserved)],
     )
+
+
+def _chosen(entries: Entries, mask: _Mask) -> Entries:
+    """`entries[mask]`; that alone was half of the time to read a million."""
+    if mask.all():
+        return entries
+    rows = np.take(entries.view(np.uint8).reshape(-1, ENTRY_BYTES), np.flatnonzero(mask), axis=0)
+    return rows.reshape(-1).view(ENTRY)
 
 
 def sound_entries(entries: Entries, generation: int) -> _Mask:

@@ -128,8 +128,12 @@ class SlotTable:
         return np.flatnonzero(self._words[first : first + count, 0])
 
     def read_bytes(self) -> Bytes:
-        """A copy of the whole table. Read from the file: reading a hole in a mapping fills it."""
-        return np.frombuffer(os.pread(self.fd, self.slot_count * ENTRY_BYTES, 0), np.uint8)
+        """A copy of the whole table."""
+        return self.read_ranges([range(self.slot_count)])
+
+    def read_ranges(self, ranges: Sequence[range]) -> Bytes:
+        """A copy of the entries of these slots, one range after another."""
+        return np.concatenate([read_entries(self.fd, one) for one in ranges])
 
     def extend(self, slot_count: int) -> None:
         """Have room for slots 0 .. slot_count - 1; new entries hold nothing."""
@@ -244,6 +248,18 @@ class SlotTable:
     def _write(self, slots: Slots, entries: Entries) -> None:
         entries["crc"] = entry_crcs(entries)
         store_entries(self._words, slots, entries)
+
+
+def read_entries(fd: int, slots: range) -> Bytes:
+    """A copy of the entries of these slots. From the file: reading a hole in a mapping fills it."""
+    first, length = slots.start * ENTRY_BYTES, len(slots) * ENTRY_BYTES
+    parts = []
+    while length:  # One call gives 2 GiB at most.
+        part = os.pread(fd, length, first)
+        assert part, "the slot table ends before its slots"
+        parts.append(part)
+        first, length = first + len(part), length - len(part)
+    return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.uint8)
 
 
 def store_entries(words: npt.NDArray[np.uint64], slots: Slots, entries: Entries) -> None:

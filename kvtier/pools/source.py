@@ -6,6 +6,7 @@ the pool's.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,12 +60,16 @@ class SlabSource(Protocol):
 class MemorySource:
     """Memfds in this machine's memory, or in that of one node; implements `SlabSource`."""
 
-    def __init__(self, node: int | None = None, sysfs: Path = SYSFS) -> None:
-        """Raises ConfigError for a node that cannot give memory."""
+    def __init__(
+        self, node: int | None = None, sysfs: Path = SYSFS, *, punches: bool = True
+    ) -> None:
+        """Raises ConfigError for a node that cannot give memory. `punches`: what is given back is
+        empty at once for all who map it; else they keep it as it is."""
         if node is not None:
             assert_usable(node, sysfs)
         self.node = node
         self._sysfs = sysfs
+        self._punches = punches
         self._wanted: PageKind | None = None
 
     @property
@@ -100,7 +105,11 @@ class MemorySource:
         pass
 
     def end(self, slab: Slab) -> None:
-        punch_slab(slab)
+        if self._punches:
+            punch_slab(slab)
+        else:
+            os.close(slab.fd)
+            slab.mapping.close()
 
     def _page_kind(self) -> PageKind:
         """Asked in a thread at the first slab: the answer costs up to one huge page's first touch.

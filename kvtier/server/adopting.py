@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.core.events import BlocksAdopted, FreeAdopted, ReservedAdopted, SlabsAdopted
+from kvtier.core.events import (
+    AdoptionEnded,
+    BlocksAdopted,
+    FreeAdopted,
+    ReservedAdopted,
+    SlabsAdopted,
+)
 from kvtier.errors import BadRequest, KVTierError
 from kvtier.namespace import NamespaceSpec
 from kvtier.pools.adopted import AdoptedSlots, adopted_slots
@@ -217,6 +223,7 @@ class Adopter:
                     sequence_next=found.sequence_next,
                 )
             )
+        self._core.post(AdoptionEnded())
         log.info(
             "memory of the former life taken over",
             extra={
@@ -233,7 +240,7 @@ class Adopter:
         """In a thread: nobody writes to entries of adopted slots before they are told of."""
         ranges = [one.slots for one in self._sets]
         epochs = self._epochs.current_epochs()
-        return adopted_slots(self._pool.table_bytes(), self._pool.generation, epochs, ranges)
+        return adopted_slots(self._pool.table_ranges(ranges), self._pool.generation, epochs, ranges)
 
     def _tell_reserved(self, found: AdoptedSlots) -> None:
         former = self._keeper.former

@@ -39,7 +39,12 @@ def _open(config: CxlConfig, clock: Clock, generation: int) -> CxlMemory | None:
         assert_usable(config.node)
         room_bytes = budget_bytes or node_room_bytes(config.node) or 0
         slab_bytes = _slab_bytes(config, room_bytes)
-        return NodeMemory(config.node, slab_bytes=slab_bytes, budget_bytes=budget_bytes)
+        return NodeMemory(
+            config.node,
+            slab_bytes=slab_bytes,
+            budget_bytes=budget_bytes,
+            is_single_tenant=config.single_tenant,
+        )
     if config.dax:
         device = find_dax_device(Path(config.dax))
         slab_bytes = _slab_bytes(config, budget_bytes or device.size_bytes)

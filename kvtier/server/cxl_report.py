@@ -30,6 +30,7 @@ class CxlReport:
         if keeper is None:
             return
         metrics.cxl.emulated.set(keeper.is_emulated)
+        metrics.cxl.direct.set(keeper.is_direct)
         metrics.state.tier_budget_bytes.labels(CXL).set(keeper.budget_bytes)
         metrics.state.tier_populated_bytes.labels(CXL).set(keeper.populated_bytes)
         if counts is not None:
@@ -44,6 +45,6 @@ class CxlReport:
             counts,
             budget_bytes=keeper.budget_bytes,
             populated_bytes=keeper.populated_bytes,
-            memory=keeper.label,
+            memory=f"{keeper.label}, mapped by engines" if keeper.is_direct else keeper.label,
         )
         return [row]

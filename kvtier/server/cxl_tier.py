@@ -1,8 +1,9 @@
 """The shell's side of the CXL tier: memory populated in threads, blocks copied to it and back.
 
 It is opened once all of its memory is there, and gone with the daemon. Blocks reach engines through
-DRAM: they are promoted, and compared with their checksum on the way. A copy between two memories
-can neither fail nor hang as a disk can; what can be wrong is what somebody else wrote there.
+DRAM, or engines that have mapped the tier copy them from there (segment_offers.py). A copy between
+two memories can neither fail nor hang as a disk can. A block's checksum goes with it both ways and
+is compared where the block leaves memory, as for what never left DRAM (decision 0013).
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
 from kvtier.memory import Bytes
 from kvtier.pools.cxl import (
-    CopySummed,
+    CopyBatch,
     CxlMemory,
     MeasuredSpeed,
-    copy_compared,
     measure_speed,
 )
 from kvtier.pools.cxl_slots import CxlSlots
@@ -32,6 +32,7 @@ from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import Slab
 from kvtier.pools.stock import Outcome, PopulateRefused, SlabStock
 from kvtier.server.base import Base
+from kvtier.server.segment_offers import Offers
 from kvtier.server.threads import call_soon
 from kvtier.types import TierName
 
@@ -39,6 +40,10 @@ log = logging.getLogger(__name__)
 
 # Copies of one thread reach the bandwidth of most CXL devices; two keep both ways busy.
 COPY_THREADS = 2
+# A slab may be refused because engines still map what the daemon before lent them: they give it up
+# as soon as they see that it is gone.
+ASK_AGAIN_SECONDS = 2.0
+ASK_AGAIN_COUNT = 3
 _DONE, _CORRUPT = np.uint8(TransferOutcome.DONE), np.uint8(TransferOutcome.CORRUPT)
 _Checksums = npt.NDArray[np.uint64]
 _Outcomes = npt.NDArray[np.uint8]
@@ -47,13 +52,16 @@ _Outcomes = npt.NDArray[np.uint8]
 class CxlKeeper:
     """Lives on the event loop; populating and copying happen in threads of its own."""
 
-    def __init__(self, base: Base, dram: DramPool, memory: CxlMemory) -> None:
+    def __init__(self, base: Base, dram: DramPool, memory: CxlMemory, offers: Offers) -> None:
         self._base = base
         self._dram = dram
         self._memory = memory
+        self._offers = offers
+        self.is_direct = False  # Engines copy from it themselves.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slabs: list[Slab] = []
         self._missing_count = memory.slab_count_max  # Neither populated nor refused yet.
+        self._ask_again_count = ASK_AGAIN_COUNT
         self._slots: CxlSlots | None = None
         self._is_measuring = False
         self._is_over = False
@@ -110,11 +118,22 @@ class CxlKeeper:
             self._slabs.append(outcome)
         if self._missing_count or self._is_over:
             return
+        refused_count = self._memory.slab_count_max - len(self._slabs)
+        if refused_count and self._ask_again_count:
+            assert self._loop is not None, "the cxl tier was not started"
+            self._ask_again_count -= 1
+            self._missing_count = refused_count
+            self._loop.call_later(ASK_AGAIN_SECONDS, self._ask_again, refused_count)
+            return
         if not self._slabs:
             log.error("the cxl tier is off: it has no memory", extra={"memory": self.label})
             return
         self._is_measuring = True
         self._threads.submit(self._measure, self._slabs[0])
+
+    def _ask_again(self, count: int) -> None:
+        if not self._is_over:
+            self._stock.request(count)
 
     def _measure(self, slab: Slab) -> None:
         """In a thread, before anything lies in the slab."""
@@ -130,6 +149,8 @@ class CxlKeeper:
         if self._is_over:
             return
         self._slots = CxlSlots(self._slabs)
+        onboard = self._offers.open(self._slabs, self._slots.row_count_max, speed)
+        self.is_direct = onboard.is_direct
         log.info(
             "cxl tier opened",
             extra={
@@ -139,6 +160,8 @@ class CxlKeeper:
                 "read": f"{speed.read_bytes_per_second / 1e9:.2f} GB/s",
                 "write": f"{speed.write_bytes_per_second / 1e9:.2f} GB/s",
                 "dram": f"{speed.dram_bytes_per_second / 1e9:.2f} GB/s",
+                "onboard": "direct" if onboard.is_direct else "through dram",
+                "why": onboard.why,
             },
         )
         self._base.core.post(
@@ -149,6 +172,7 @@ class CxlKeeper:
                 lane_count=1,
                 sequence_first=1,
                 tier=TierName.CXL,
+                is_direct=onboard.is_direct,
             )
         )
 
@@ -179,6 +203,7 @@ class CxlKeeper:
 
     def close(self) -> None:
         """After `stop`: the memory goes back where it came from."""
+        self._offers.close()
         for slab in self._slabs:
             self._memory.source.end(slab)
         self._slabs.clear()
@@ -196,7 +221,6 @@ class CxlKeeper:
         batch = _Batch(
             asked=asked,
             checksums=checksums,
-            payload_bytes=self._dram.views(slots[0])[0].nbytes,
             upper=[view for slot in slots for view in self._dram.padded_views(slot)],
             lower=[
                 view
@@ -211,7 +235,7 @@ class CxlKeeper:
     def _copy(self, batch: _Batch) -> None:
         """In a thread."""
         try:
-            outcomes = batch.run(self._memory.copy_summed)
+            outcomes = batch.run(self._memory.copy_batch)
         except BaseException as error:  # noqa: BLE001  # A mistake of ours ends the daemon.
             self._in_loop(partial(self._base.core.fail, error))
             return
@@ -226,10 +250,6 @@ class CxlKeeper:
         metrics.cxl.transfer_seconds[batch.direction].observe(
             self._base.clock.now() - batch.began_at
         )
-        if isinstance(asked, Demote):
-            metrics.blocks.corrupt_blocks.inc(
-                corrupt_count
-            )  # Somebody wrote into committed memory.
         if self._is_over:
             return
         kind = Demoted if isinstance(asked, Demote) else Promoted
@@ -254,8 +274,7 @@ class _Batch:
     """Blocks on their way; the core keeps both ends taken until it hears of their end."""
 
     asked: Demote | Promote
-    checksums: _Checksums  # What the payloads must be.
-    payload_bytes: int  # Of a shard; the rest of its view is padding.
+    checksums: _Checksums  # Of the payloads; they go with the bytes.
     upper: Sequence[Bytes]  # All shards of all blocks with their padding, in DRAM …
     lower: Sequence[Bytes]  # … and in the tier.
     began_at: float
@@ -264,16 +283,10 @@ class _Batch:
     def direction(self) -> str:
         return "demote" if isinstance(self.asked, Demote) else "promote"
 
-    def run(self, copy_summed: CopySummed) -> _Outcomes:
-        """Copy, and compare what has arrived with what it must be."""
+    def run(self, copy_batch: CopyBatch) -> _Outcomes:
+        """Copy. What has no checksum is no block: its slot was given up since it was asked for."""
         targets, sources = self.lower, self.upper
         if isinstance(self.asked, Promote):
             targets, sources = sources, targets
-        right = copy_compared(
-            copy_summed,
-            targets,
-            sources,
-            payload_bytes=self.payload_bytes,
-            checksums=self.checksums,
-        )
-        return np.where(right, _DONE, _CORRUPT)
+        copy_batch(targets, sources)
+        return np.where(self.checksums != 0, _DONE, _CORRUPT)

@@ -46,6 +46,7 @@ def check_hello(hello: pb.Hello, greeting: Greeting) -> tuple[Opening, str]:
         old_session=SessionId(hello.old_session_id) if hello.old_session_id else None,
         old_token=hello.old_token,
         node=hello.memory_node - 1 if hello.memory_node else None,
+        knows_segments=hello.knows_segments,
     )
     return opening, reason
 

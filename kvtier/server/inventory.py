@@ -133,7 +133,10 @@ class InventoryFile:
 
 def read_inventory(fd: int) -> Inventory | str:
     """The newest one that is whole, or why there is none that could be believed."""
-    found = _newest(fd)
+    try:
+        found = _newest(fd)
+    except OSError as error:
+        return f"the inventory cannot be read: {error}"
     if found is None:
         return "the inventory is torn, or none"
     _, version, text = found

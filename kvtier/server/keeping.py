@@ -14,13 +14,12 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from mmap import PAGESIZE
 from pathlib import Path
-
-import numpy as np
 
 from kvtier.config_restart import RestartConfig
 from kvtier.io.memory import create_memfd
-from kvtier.pools.slot_table import FORMAT_VERSION
+from kvtier.pools.slot_table import ENTRY_BYTES, FORMAT_VERSION, read_entries
 from kvtier.pools.table_versions import as_current
 from kvtier.server.inventory import (
     Inventory,
@@ -240,8 +239,11 @@ class Keeper:
         if found.table not in self._taken:
             return "its slot table is missing"
         table_fd = self._taken[found.table]
+        length_bytes = os.fstat(table_fd).st_size
+        if length_bytes < found.slot_next * ENTRY_BYTES or length_bytes % PAGESIZE:
+            return f"its slot table has {length_bytes} bytes for {found.slot_next} slots"
         if found.table_version != FORMAT_VERSION:
-            converted = _converted(table_fd, found.table_version)
+            converted = _converted(table_fd, found)
             if converted is None:
                 return f"its slot table has version {found.table_version}"
             os.close(table_fd)
@@ -288,15 +290,17 @@ class Keeper:
         self._parking = None
 
 
-def _converted(table_fd: int, version: int) -> int | None:
-    """A new slot table that says the same in this build's version."""
-    length = os.fstat(table_fd).st_size
-    table = as_current(np.frombuffer(os.pread(table_fd, length, 0), np.uint8), version)
-    if table is None:
-        return None
-    fd = create_memfd("kvtier-slot-table", length)
-    written = os.pwrite(fd, table, 0)
-    assert written == length, "memory has no room for the slot table"
+def _converted(table_fd: int, inventory: Inventory) -> int | None:
+    """A new slot table that says the same in this build's version, of the sets that there are."""
+    fd = create_memfd("kvtier-slot-table", os.fstat(table_fd).st_size)
+    for one in inventory.sets:
+        slots = range(one.slot_first, one.slot_first + one.slot_count)
+        entries = as_current(read_entries(table_fd, slots), inventory.table_version)
+        if entries is None:
+            os.close(fd)
+            return None
+        written = os.pwrite(fd, entries, one.slot_first * ENTRY_BYTES)
+        assert written == len(entries), "memory has no room for the slot table"
     return fd
 
 

@@ -102,8 +102,13 @@ EVENTS: dict[str, LogEvent] = {
     "cxl slab refused": LogEvent("warning", "no memory there", ("reason",)),
     "cxl tier opened": LogEvent(
         "info",
-        "what one thread copies from it, to it, and within ordinary memory",
-        ("memory", "bytes", "read", "write", "dram"),
+        "what one thread copies from it, to it, and within DRAM; how blocks reach engines",
+        ("memory", "bytes", "read", "write", "dram", "onboard", "why"),
+    ),
+    "segment refused by a client": LogEvent(
+        "warning",
+        "an engine could not map a part of the CXL tier: its blocks come through DRAM",
+        ("client", "session", "reason"),
     ),
     "the cxl tier is off: it has no memory": LogEvent("error", "", ("memory",)),
     "remote engine opened": LogEvent("info", "", ("engine", "codec")),

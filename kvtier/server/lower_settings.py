@@ -17,7 +17,9 @@ def lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, Lo
     found: dict[TierName, LowerSettings] = {}
     if config.cxl.is_set:
         # Memory does not wear: whatever has its checksum is copied at once.
-        found[TierName.CXL] = LowerSettings(write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR)
+        found[TierName.CXL] = LowerSettings(
+            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR, is_compared=False
+        )
     found[TierName.NVME] = _nvme_settings(config, paths)
     if config.remote.is_set:
         given = config.remote.write_bytes_per_hour

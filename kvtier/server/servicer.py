@@ -162,6 +162,7 @@ class EngineCalls:
                 deadline=deadline,
                 skip_count=request.skip_count,
                 wait_until=self._wait_until(request.wait_ms, now, deadline),
+                takes_direct=self._takes_direct(caller.session),
             )
             await self._look(event)
             granted = await self._leasing.acquire(event, tell_pending)
@@ -173,6 +174,8 @@ class EngineCalls:
             await send(self._late(namespace, request))
             return
         self._note_acquire(namespace.id, hashes, granted.cut, granted.leased_count, granted.tiers)
+        if granted.is_direct is not None:
+            self._metrics.cxl.direct_blocks.inc(int(granted.is_direct.sum()))
         ready = pb.AcquireReady(
             lease_id=granted.lease or 0,
             leased_count=granted.leased_count,
@@ -181,6 +184,7 @@ class EngineCalls:
             cut=cast("pb.Cut", int(granted.cut)),
             epoch=granted.epoch,
             tiers=tier_counts(granted.tiers),
+            slot_tiers=_slot_tiers(granted),
         )
         try:
             await send(pb.AcquireResponse(ready=ready))
@@ -277,6 +281,10 @@ class EngineCalls:
         check_packed(packed, namespace.spec.hash_bytes)
         return namespace, PackedHashes(packed, namespace.spec.hash_bytes)
 
+    def _takes_direct(self, session: SessionId) -> bool:
+        record = self._sessions.get(session)
+        return record is not None and record.knows_segments
+
     async def _look(self, event: ev.Acquire) -> None:
         """Who waits for lower tiers waits for what other nodes have, too."""
         if self._search is None or not event.wait_until:
@@ -329,6 +337,11 @@ class EngineCalls:
             one: request.token_ids[place * size : place * size + size]
             for place, one in enumerate(hashes)
         }
+
+
+def _slot_tiers(granted: ins.LeaseGranted) -> bytes:
+    # False and True are the protocol's 0 and 1.
+    return b"" if granted.is_direct is None else granted.is_direct.tobytes()  # gil-ok: 32 KiB
 
 
 async def _send_pending(send: Send, reply: ins.LeasePending) -> None:

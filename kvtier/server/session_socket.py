@@ -17,11 +17,13 @@ from google.protobuf.message import DecodeError
 
 from kvtier.core.events import NamespaceJoined, SessionQuiet, SlabMapped, SlabUnmapped
 from kvtier.errors import BadFrame, KVTierError, LimitExceeded
+from kvtier.layout import SlotLayout
 from kvtier.metrics.labels import FRAME_ERRORS
 from kvtier.server.base import Base
 from kvtier.server.handshake import Greeting, check_hello
 from kvtier.server.link import FRAME_BYTES_MAX, Link, Packet
 from kvtier.server.peers import is_pidfd, peer_pidfd
+from kvtier.server.segment_offers import SegmentOffers
 from kvtier.server.sessions import SessionRecord, Sessions
 from kvtier.server.wire import spec_from
 from kvtier.types import PROTOCOL_VERSION, SessionId, SlabId
@@ -57,10 +59,12 @@ class SessionSocket:
         facts: SocketFacts,
         base: Base,
         sessions: Sessions,
+        offers: SegmentOffers,
     ) -> None:
         self._facts = facts
         self._core = base.core
         self._sessions = sessions
+        self._offers = offers
         self._namespaces = base.namespaces
         self._clock = base.clock
         self._metrics = base.metrics
@@ -70,6 +74,7 @@ class SessionSocket:
             "slab_mapped": self._on_slab_mapped,
             "slab_unmapped": self._on_slab_unmapped,
             "quiet": self._on_quiet,
+            "segment_mapped": offers.on_mapped,
         }
 
     def listen(self, listener: socket.socket) -> None:
@@ -183,6 +188,7 @@ class SessionSocket:
             keeps_memory=self._sessions.keeps_memory,
         )
         link.send(pb.DaemonFrame(opened=opened).SerializeToString())
+        self._offers.offer(record)
         return record
 
     async def _converse(self, record: SessionRecord, link: Link) -> None:
@@ -228,6 +234,7 @@ class SessionSocket:
         opened = await self._namespaces.open(spec_from(asked.spec, self._facts.tenant))
         if not record.is_live:
             return
+        layout = SlotLayout(opened.spec.shard_bytes, opened.spec.shard_count)
         answer = pb.NamespaceOpened(
             namespace_id=opened.id,
             fingerprint=opened.fingerprint,
@@ -236,6 +243,7 @@ class SessionSocket:
             slot_bytes=opened.slot_bytes,
             slot_count_max=opened.slot_count_max,
             wants_token_ids=self._facts.wants_token_ids,
+            segment_shard_bytes=layout.padded_shard_bytes,
         )
         # Before the offers that joining brings.
         self._sessions.send(record.id, pb.DaemonFrame(namespace_opened=answer))

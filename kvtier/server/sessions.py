@@ -46,6 +46,8 @@ class SessionRecord:
     pidfd: int | None
     pidfd_name: str = ""  # That the process is parked under.
     offered: set[SlabId] = field(default_factory=set)
+    knows_segments: bool = False  # See Hello.
+    segments: set[int] = field(default_factory=set)  # Offered, and not answered yet.
     replaces: SessionId | None = None
     replaced_by: SessionId | None = None
     is_live: bool = True
@@ -64,6 +66,7 @@ class Opening:
     old_session: SessionId | None
     old_token: bytes
     node: int | None = None  # The NUMA node nearest to a worker's device.
+    knows_segments: bool = False
 
 
 class Sessions:
@@ -103,6 +106,9 @@ class Sessions:
     def get(self, session: SessionId) -> SessionRecord | None:
         return self._records.get(session)
 
+    def live(self) -> list[SessionRecord]:
+        return [record for record in self._records.values() if record.is_live]
+
     # --------------------------------------------------------------------------------- opening
 
     def open(self, opening: Opening, link: Link, pidfd: int | None) -> SessionRecord:
@@ -125,6 +131,7 @@ class Sessions:
             caller=caller,
             link=link,
             pidfd=pidfd,
+            knows_segments=opening.knows_segments,
         )
         self._records[record.id] = record
         if old is not None:

@@ -27,7 +27,7 @@ def tier_row(
         row.slot_count = counts.slot_count + counts.demoting_count
         row.ready_count = counts.slot_count
         row.reserved_count = counts.demoting_count
-        row.pinned_count = counts.promoting_count
+        row.pinned_count = counts.promoting_count + counts.leased_count
     return row
 
 
@@ -35,5 +35,7 @@ def note_counts(metrics: Metrics, tier: TierName, counts: LowerCounts) -> None:
     name = str(tier)
     metrics.state.tier_slots.labels(name, "ready").set(counts.slot_count)
     metrics.state.tier_slots.labels(name, "reserved").set(counts.demoting_count)
-    metrics.state.tier_slots.labels(name, "pinned").set(counts.promoting_count)
+    metrics.state.tier_slots.labels(name, "pinned").set(
+        counts.promoting_count + counts.leased_count
+    )
     metrics.state.tier_blocks.labels(name).set(counts.block_count)

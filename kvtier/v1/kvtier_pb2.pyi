@@ -91,7 +91,7 @@ class NamespaceSpec(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., hash_bytes: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., shard_count: _Optional[int] = ..., parallel: _Optional[str] = ..., kv_group: _Optional[str] = ..., attention: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ..., extra: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DaemonFrame(_message.Message):
-    __slots__ = ("welcome", "opened", "namespace_opened", "slab_offered", "slab_withdrawn", "slots_recalled", "quiet_requested", "error", "quiet_ack")
+    __slots__ = ("welcome", "opened", "namespace_opened", "slab_offered", "slab_withdrawn", "slots_recalled", "quiet_requested", "error", "quiet_ack", "segment_offered")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_OPENED_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class DaemonFrame(_message.Message):
     QUIET_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     QUIET_ACK_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_OFFERED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     opened: SessionOpened
     namespace_opened: NamespaceOpened
@@ -110,23 +111,26 @@ class DaemonFrame(_message.Message):
     quiet_requested: QuietRequested
     error: SessionError
     quiet_ack: SessionQuietAck
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., namespace_opened: _Optional[_Union[NamespaceOpened, _Mapping]] = ..., slab_offered: _Optional[_Union[SlabOffered, _Mapping]] = ..., slab_withdrawn: _Optional[_Union[SlabWithdrawn, _Mapping]] = ..., slots_recalled: _Optional[_Union[SlotsRecalled, _Mapping]] = ..., quiet_requested: _Optional[_Union[QuietRequested, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., quiet_ack: _Optional[_Union[SessionQuietAck, _Mapping]] = ...) -> None: ...
+    segment_offered: SegmentOffered
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., namespace_opened: _Optional[_Union[NamespaceOpened, _Mapping]] = ..., slab_offered: _Optional[_Union[SlabOffered, _Mapping]] = ..., slab_withdrawn: _Optional[_Union[SlabWithdrawn, _Mapping]] = ..., slots_recalled: _Optional[_Union[SlotsRecalled, _Mapping]] = ..., quiet_requested: _Optional[_Union[QuietRequested, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., quiet_ack: _Optional[_Union[SessionQuietAck, _Mapping]] = ..., segment_offered: _Optional[_Union[SegmentOffered, _Mapping]] = ...) -> None: ...
 
 class ClientFrame(_message.Message):
-    __slots__ = ("hello", "open_namespace", "slab_mapped", "slab_unmapped", "quiet", "bye")
+    __slots__ = ("hello", "open_namespace", "slab_mapped", "slab_unmapped", "quiet", "bye", "segment_mapped")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SLAB_MAPPED_FIELD_NUMBER: _ClassVar[int]
     SLAB_UNMAPPED_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_MAPPED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open_namespace: OpenNamespace
     slab_mapped: SlabMapped
     slab_unmapped: SlabUnmapped
     quiet: Quiet
     bye: Bye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespace, _Mapping]] = ..., slab_mapped: _Optional[_Union[SlabMapped, _Mapping]] = ..., slab_unmapped: _Optional[_Union[SlabUnmapped, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
+    segment_mapped: SegmentMapped
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespace, _Mapping]] = ..., slab_mapped: _Optional[_Union[SlabMapped, _Mapping]] = ..., slab_unmapped: _Optional[_Union[SlabUnmapped, _Mapping]] = ..., quiet: _Optional[_Union[Quiet, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., segment_mapped: _Optional[_Union[SegmentMapped, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol", "daemon_version", "generation", "daemon_ns")
@@ -141,7 +145,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., daemon_version: _Optional[str] = ..., generation: _Optional[int] = ..., daemon_ns: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client_version", "engine_id", "role", "shards", "welcome_ns", "client_ns", "old_session_id", "old_token", "name", "memory_node")
+    __slots__ = ("protocol", "client_version", "engine_id", "role", "shards", "welcome_ns", "client_ns", "old_session_id", "old_token", "name", "memory_node", "knows_segments")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +157,7 @@ class Hello(_message.Message):
     OLD_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NODE_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client_version: str
     engine_id: bytes
@@ -164,7 +169,8 @@ class Hello(_message.Message):
     old_token: bytes
     name: str
     memory_node: int
-    def __init__(self, protocol: _Optional[int] = ..., client_version: _Optional[str] = ..., engine_id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., shards: _Optional[_Iterable[int]] = ..., welcome_ns: _Optional[int] = ..., client_ns: _Optional[int] = ..., old_session_id: _Optional[int] = ..., old_token: _Optional[bytes] = ..., name: _Optional[str] = ..., memory_node: _Optional[int] = ...) -> None: ...
+    knows_segments: bool
+    def __init__(self, protocol: _Optional[int] = ..., client_version: _Optional[str] = ..., engine_id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., shards: _Optional[_Iterable[int]] = ..., welcome_ns: _Optional[int] = ..., client_ns: _Optional[int] = ..., old_session_id: _Optional[int] = ..., old_token: _Optional[bytes] = ..., name: _Optional[str] = ..., memory_node: _Optional[int] = ..., knows_segments: bool = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("session_id", "token", "by_value", "by_value_reason", "lease_ms_max", "lease_margin_ms", "grpc_address", "keeps_memory")
@@ -195,7 +201,7 @@ class OpenNamespace(_message.Message):
     def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., about: _Optional[int] = ...) -> None: ...
 
 class NamespaceOpened(_message.Message):
-    __slots__ = ("namespace_id", "fingerprint", "epoch", "about", "slot_bytes", "slot_count_max", "wants_token_ids")
+    __slots__ = ("namespace_id", "fingerprint", "epoch", "about", "slot_bytes", "slot_count_max", "wants_token_ids", "segment_shard_bytes")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +209,7 @@ class NamespaceOpened(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOT_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
     WANTS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     fingerprint: bytes
     epoch: int
@@ -210,7 +217,8 @@ class NamespaceOpened(_message.Message):
     slot_bytes: int
     slot_count_max: int
     wants_token_ids: bool
-    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ..., about: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slot_count_max: _Optional[int] = ..., wants_token_ids: bool = ...) -> None: ...
+    segment_shard_bytes: int
+    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., epoch: _Optional[int] = ..., about: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slot_count_max: _Optional[int] = ..., wants_token_ids: bool = ..., segment_shard_bytes: _Optional[int] = ...) -> None: ...
 
 class SlabOffered(_message.Message):
     __slots__ = ("namespace_id", "shard", "slab_id", "slot_first", "slot_count", "slot_bytes", "slab_bytes", "page_kind")
@@ -257,6 +265,26 @@ class SlabUnmapped(_message.Message):
     slab_id: int
     shard: int
     def __init__(self, slab_id: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
+
+class SegmentOffered(_message.Message):
+    __slots__ = ("segment", "offset", "length", "row_count_max")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    offset: int
+    length: int
+    row_count_max: int
+    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., row_count_max: _Optional[int] = ...) -> None: ...
+
+class SegmentMapped(_message.Message):
+    __slots__ = ("segment", "refused")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    refused: str
+    def __init__(self, segment: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class SlotsRecalled(_message.Message):
     __slots__ = ("namespace_id", "count")
@@ -397,7 +425,7 @@ class AcquirePending(_message.Message):
     def __init__(self, matched_count: _Optional[int] = ..., memory_count: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class AcquireReady(_message.Message):
-    __slots__ = ("lease_id", "leased_count", "slots", "deadline_ns", "cut", "epoch", "tiers")
+    __slots__ = ("lease_id", "leased_count", "slots", "deadline_ns", "cut", "epoch", "tiers", "slot_tiers")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASED_COUNT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +433,7 @@ class AcquireReady(_message.Message):
     CUT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_TIERS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     leased_count: int
     slots: _containers.RepeatedScalarFieldContainer[int]
@@ -412,7 +441,8 @@ class AcquireReady(_message.Message):
     cut: Cut
     epoch: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierCount]
-    def __init__(self, lease_id: _Optional[int] = ..., leased_count: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_ns: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., epoch: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ...) -> None: ...
+    slot_tiers: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., leased_count: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_ns: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., epoch: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., slot_tiers: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("token", "lease_ids", "prefill_seconds", "onboard_seconds")

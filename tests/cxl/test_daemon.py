@@ -22,6 +22,7 @@ from kvtier.pools.dax import format_device
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, offload, onboard, spec_of
+from tests.support.processes import engine_processes
 
 COUNT = 24
 # The machine below is emulated: everything takes its time.
@@ -142,6 +143,43 @@ def test_memory_and_tier_lie_on_the_node_and_blocks_come_back_right(node: int) -
         assert nodes_of(daemon.process.pid, slabs) == {node}
         heap = nodes_of(daemon.process.pid, mapped_at(daemon.process.pid, r"\[heap\]"))
         assert 0 in heap, "the kernel would have said so"
+
+
+def read_directly(daemon: RunningDaemon, memory: str) -> None:
+    """Two engines, each a process, map the tier and read it; one is killed, the other reads on."""
+    with engine_processes() as engines:
+        started = [
+            engines.start(daemon.socket, maps_segments=1, timeout_seconds=20.0) for _ in range(2)
+        ]
+        chains = [f"direct {number}" for number in range(2 * DRAM_BYTES // SHARD_BYTES // CHAIN)]
+        with Client(daemon.socket, settings=PATIENT) as client:
+            for count, label in enumerate(chains, start=1):
+                assert started[0].ask("offload", label=label, count=CHAIN)["count"] == CHAIN
+                wait_copied(client, count * CHAIN)
+            assert tier_of(client, "cxl").memory == f"{memory}, mapped by engines"
+            for engine, label in zip(started, chains, strict=False):
+                whole = {"count": CHAIN, "direct": CHAIN}
+                assert engine.ask("lease", label=label, count=CHAIN) == whole
+                assert engine.ask("read_leased", label=label)["count"] == CHAIN
+            wait_until(lambda: tier_of(client, "cxl").pinned_count == 2 * CHAIN, "both hold")
+            started[0].kill()
+            wait_until(lambda: tier_of(client, "cxl").pinned_count == CHAIN, "it lets go")
+            assert started[1].ask("read_leased", label=chains[1])["count"] == CHAIN
+            assert list(client.check().violations) == []
+
+
+DIRECT = {"cxl.single_tenant": "true", "cxl.onboard": "direct"}
+
+
+def test_engines_read_a_tier_on_a_node_where_it_lies(node: int) -> None:
+    with daemon_with_tier({"cxl.node": str(node), **DIRECT}) as (daemon, _, _):
+        read_directly(daemon, f"node {node}")
+
+
+def test_engines_read_a_tier_on_the_device_where_it_lies(device_path: Path) -> None:
+    format_device(find_dax_device(device_path), generation=1, force=True)
+    with daemon_with_tier({"cxl.dax": str(device_path), **DIRECT}) as (daemon, _, _):
+        read_directly(daemon, str(device_path))
 
 
 def test_blocks_go_down_to_a_tier_on_the_device_and_come_back_right(device_path: Path) -> None:

@@ -113,8 +113,9 @@ def command_lines() -> Iterator[list[str]]:
     """What the entrypoint of our image is given, wherever it is started."""
     text = (DOCKER / "Dockerfile").read_text()
     yield json.loads(text.split("\nCMD ")[-1])
-    if "command" in COMPOSE["services"]["kvtier"]:
-        yield COMPOSE["services"]["kvtier"]["command"]
+    for service in COMPOSE["services"].values():
+        if service["image"].startswith("kvtier:") and "command" in service:
+            yield service["command"]
     for path in KUBERNETES.rglob("*.yaml"):
         for document in documents_in(path):
             for container in containers_of(document):
@@ -181,6 +182,21 @@ def test_engines_are_told_of_a_connector_that_exists() -> None:
         module = ROOT.joinpath(*told["kv_connector_module_path"].split("."), "__init__.py")
         assert told["kv_connector"] in module.read_text()
         assert told["kv_load_failure_policy"] == "recompute"
+
+
+def test_a_holder_listens_where_the_daemon_looks_for_it_and_is_never_replaced_with_it() -> None:
+    holder, daemon = (COMPOSE["services"][name] for name in ("holder", "kvtier"))
+    looked_for = load(DOCKER / "kvtier.toml", {}).restart.holder
+    assert holder["command"] == ["hold", looked_for]
+    assert looked_for in holder["healthcheck"]["test"][-1]
+    assert set(holder["volumes"]) <= set(daemon["volumes"])
+    [kept] = documents_in(KUBERNETES / "base" / "holder.yaml")
+    [container] = kept["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == [
+        "hold",
+        load(KUBERNETES / "base" / "kvtier.toml", {}).restart.holder,
+    ]
+    assert kept["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
 def test_memory_is_what_the_budget_needs(rendered: dict[str, list[Document]]) -> None:

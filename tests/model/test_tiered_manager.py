@@ -391,6 +391,46 @@ class TwoRungsMachine(TieredManagerMachine):
             self.read_counts[tier] += disk.block_counts["promote"]
 
 
+class DirectMachine(TwoRungsMachine):
+    """Engines are leased what lies in the pool above, as far as they have mapped it."""
+
+    direct_count: ClassVar[int] = 0  # In all runs.
+
+    def begin(self, *, open_lower: bool, closed: NamespaceId | None) -> None:
+        self.disks[TierName.CXL].is_direct = True
+        super().begin(open_lower=open_lower, closed=closed)
+        for engine in self.engines:
+            self.map_segments(engine)
+
+    @rule(engine=picks, pick=picks, count=st.integers(1, 4))
+    def map_some(self, engine: int, pick: int, count: int) -> None:
+        one = self.engine(engine)
+        one.map_segments(one.processes[pick % len(one.processes)], count)
+
+    def begin_and_use_all(self) -> None:
+        super().begin_and_use_all()
+        for engine in range(3):
+            self.lease_below(engine, 0, "ab", seconds=1.0)
+
+    @rule(engine=picks, namespace=picks, path=paths, seconds=st.sampled_from([1.0, 30.0]))
+    def lease_below(self, engine: int, namespace: int, path: str, seconds: float) -> None:
+        """Blocks go down, memory is needed for others, and who does not wait asks for them."""
+        one = self.engine(engine)
+        self.offload_and_settle(engine, namespace, path)
+        self.map_segments(one)
+        self.empty_memory()
+        one.acquire(self.namespace_of(one, namespace), chain(path), seconds=seconds)
+        self.world.finish_turns()
+
+    def map_segments(self, engine: FakeEngine) -> None:
+        for process in engine.processes:
+            engine.map_segments(process, self.disks[TierName.CXL].segment_count)
+
+    def teardown(self) -> None:
+        super().teardown()
+        DirectMachine.direct_count += sum(one.tally.direct_count for one in self.engines)
+
+
 @pytest.fixture(scope="class", autouse=True)
 def small_slices() -> Iterator[None]:
     """So that all that is worked off in slices is."""
@@ -413,3 +453,12 @@ class TestTwoRungs:
         settings = machine_settings(examples=20, steps=40, shrinks=False)
         run_state_machine_as_test(TwoRungsMachine, settings=settings)
         assert min(TwoRungsMachine.read_counts[tier] for tier in TWO_RUNGS.lower) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.full_form
+class TestDirectLeases:
+    def test_what_is_leased_where_it_lies_stays_there_until_the_lease_ends(self) -> None:
+        settings = machine_settings(examples=10, steps=40, shrinks=False)
+        run_state_machine_as_test(DirectMachine, settings=settings)
+        assert DirectMachine.direct_count > 0

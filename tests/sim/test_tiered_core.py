@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.granting import Granting
+from kvtier.core.index import NOBODY
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
 from kvtier.policy.lru import LruPolicy
@@ -19,11 +22,16 @@ from tests.sim.load_simulation import (
     LoadSimulation,
 )
 from tests.sim.simulation import SLOT_BYTES
-from tests.sim.tiered_simulation import TieredSimulation, TwoRungsSimulation
+from tests.sim.tiered_simulation import (
+    DirectSimulation,
+    TieredSimulation,
+    TwoRungsSimulation,
+)
 from tests.support.forms import is_torture, rounds, sim_seeds
 
 SEEDS = range(1000) if is_torture() else range(2)
 TWO_RUNGS_SEEDS = range(1000) if is_torture() else range(2)
+DIRECT_SEEDS = range(1000) if is_torture() else range(1)
 LOAD_SECONDS = rounds(short=40, full=600)
 NAMESPACE_COUNT = 3
 
@@ -50,6 +58,19 @@ def test_right_bytes_or_a_miss_from_two_tiers_below_memory(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full_form
+@pytest.mark.parametrize("seed", sim_seeds(DIRECT_SEEDS))
+def test_right_bytes_or_a_miss_where_engines_read_a_tier_themselves(seed: int) -> None:
+    try:
+        simulation = DirectSimulation(seed)
+        simulation.run()
+        assert simulation.hits.from_tier[TierName.CXL] > 0
+        assert simulation.direct_count > 0, "nothing was leased where it lies"
+    except Exception as error:
+        raise AssertionError(f"replay this with: make sim SEED={seed}") from error
+
+
+@pytest.mark.slow
 def test_a_manager_that_never_promotes_is_not_good_enough() -> None:
     class LazyManager(BlockManager):
         def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
@@ -66,6 +87,25 @@ def test_a_manager_that_never_promotes_is_not_good_enough() -> None:
 
     with pytest.raises(AssertionError, match="misses"):
         TieredSimulation(1, make).run()
+
+
+@pytest.mark.slow
+def test_a_pin_that_ends_with_the_deadline_is_not_good_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that began to copy in time may end late: that is what the margin is for."""
+    whole = Granting.expire
+
+    def expire(granting: Granting, now: float) -> None:
+        for lease in granting.leases.all_leases():
+            if lease.deadline <= now:
+                granting.direct.unpin(lease.all_direct())
+                lease.direct = [np.full(len(lease.all_direct()), NOBODY, np.int64)]
+        whole(granting, now)
+
+    monkeypatch.setattr(Granting, "expire", expire)
+    with pytest.raises(AssertionError, match="reused under a direct lease"):
+        DirectSimulation(3).run()
 
 
 # --------------------------------------------------------------------------------------- under load

@@ -23,6 +23,7 @@ from tests.support.lower_shell import LowerShell, readable_count
 TABLE_SECONDS = 1.0
 CUT_SECONDS = 12.0  # Mean time between two power cuts.
 STALL_SECONDS = 2.0
+MAP_SECONDS = 0.5
 BYTES_PER_SECOND = {TierName.CXL: 1600 * SLOT_BYTES, TierName.NVME: 400 * SLOT_BYTES}
 
 TIERED = replace(
@@ -210,6 +211,7 @@ TWO_RUNGS = replace(
             batch_bytes=8 * SLOT_BYTES,
             retire_wait_seconds=1.0,
             prefetch_fraction_max=0.3,
+            is_compared=False,
         ),
         **TIERED.lower,
     },
@@ -226,6 +228,31 @@ class TwoRungsSimulation(TieredSimulation):
             segment_bytes=8 * SLOT_BYTES, segment_count=10, row_count_max=8, is_volatile=True
         )
         return {TierName.CXL: cxl, **super().make_disks()}
+
+
+class DirectSimulation(TwoRungsSimulation):
+    """Engines map the faster tier, a part of it at a time, and are leased what lies there."""
+
+    def make_disks(self) -> dict[TierName, FakeDisk]:
+        disks = super().make_disks()
+        disks[TierName.CXL].is_direct = True
+        return disks
+
+    def __init__(
+        self, seed: int, make_manager: Callable[[ManagerConfig], BlockManager] | None = None
+    ) -> None:
+        super().__init__(seed, make_manager)
+        self.direct_count = 0  # Reads, of engines that are gone as well.
+        self.later(MAP_SECONDS, self._map)
+
+    def _map(self) -> None:
+        for engine in self.engines:
+            for process in engine.processes:
+                if self.chance.random() < 0.7:
+                    engine.map_segments(process, self.chance.choice((4, 8, 10)))
+            self.direct_count += engine.tally.direct_count
+            engine.tally.direct_count = 0
+        self.later(MAP_SECONDS, self._map)
 
 
 def _move(shell: LowerShell, one: Transfer, member: int) -> None:

@@ -61,6 +61,7 @@ def restart(
         _adopt_filled(world, namespace, readable, filled, sessions)
         _adopt_free(world, namespace, readable, ready, filled)
         _adopt_blocks(world, namespace, {ready[slot]: slot for slot in readable if slot in ready})
+    world.turns.append((ev.AdoptionEnded(), None))
     for _ in range(stock_count):
         world.populate_slab()
 

@@ -143,13 +143,21 @@ def start_engine(
     settings: ConnectorSettings = CALM,
     on_gpu: bool = False,
 ) -> EngineHalf:
-    """Connected, with slots in its stock."""
+    """Connected, with slots in its stock; on the host it reads the CXL tier where it may."""
     spec, engine_id = spec_of(weights, shard_count), os.urandom(16)
     if shard_count == 1:
-        clients = owners = [Client(socket, settings=PATIENT, engine_id=engine_id)]
+        one = Client(socket, settings=PATIENT, engine_id=engine_id, maps_segments=not on_gpu)
+        clients = owners = [one]
     else:
         owners = [
-            Client(socket, settings=PATIENT, engine_id=engine_id, role=Role.WORKER, shards=(shard,))
+            Client(
+                socket,
+                settings=PATIENT,
+                engine_id=engine_id,
+                role=Role.WORKER,
+                shards=(shard,),
+                maps_segments=not on_gpu,
+            )
             for shard in range(shard_count)
         ]
         scheduling = Client(socket, settings=PATIENT, engine_id=engine_id, role=Role.SCHEDULER)

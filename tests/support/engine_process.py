@@ -16,16 +16,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvtier.client import Client, ClientSettings, SessionRef
+from kvtier.client import ClientSettings, SessionRef
+from kvtier.client.values import DIRECT_SLOTS, Lease
 from kvtier.errors import KVTierError, StaleSlot, Unavailable
 from kvtier.types import Role
-from tests.support import known_blocks
+from tests.support import known_blocks, session_churn
 from tests.support.known_blocks import WrongBytes, chain_hashes, spec_of
 from tests.support.mixed_load import LoadPlan, MixedLoad
+from tests.support.timed_client import TimedClient, measured_jitter
 
 Answer = dict[str, Any]
 
@@ -38,14 +41,16 @@ class EngineProcess:
     """The verbs; each takes the command's fields and gives the answer's."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self.socket = Path(options.socket)
         self.settings = ClientSettings(
             timeout_seconds=options.timeout_seconds, retry_seconds_max=0.2
         )
-        self.client = Client(
+        self.client = TimedClient(
             options.socket,
             engine_id=bytes.fromhex(options.engine_id),
             role=Role[options.role],
             name=options.name,
+            maps_segments=bool(options.maps_segments),
             settings=self.settings,
         )
         self.namespace = self.client.open_namespace(spec_of(options.salt, options.shard_bytes))
@@ -55,7 +60,9 @@ class EngineProcess:
         self._print_lock = threading.Lock()
         self._churners: list[threading.Thread] = []
         self._churn_ends = threading.Event()
+        self._leases: dict[str, Lease] = {}
         self._has_ended = False
+        self.jitter_seconds: Callable[[], float] = lambda: 0.0
 
     def say(self, **fields: Any) -> None:
         """One line; a pipe holds it even if this process is killed right after."""
@@ -128,6 +135,18 @@ class EngineProcess:
     def onboard(self, label: str, count: int) -> Answer:
         hashes = chain_hashes(label, count)
         return {"count": known_blocks.onboard(self.client, self.namespace, hashes)}
+
+    def onboard_all(self, chains: dict[str, int]) -> Answer:
+        """How many blocks of all of them were hits."""
+        hits = 0
+        for label, count in chains.items():
+            hits += known_blocks.onboard(self.client, self.namespace, chain_hashes(label, count))
+        return {"count": hits}
+
+    def longest(self) -> Answer:
+        """The longest of all calls so far, and for how long no thread of ours may have run."""
+        seconds, name = self.client.longest
+        return {"seconds": seconds, "name": name, "jitter": self.jitter_seconds()}
 
     def acquire(self, label: str, count: int, wait_seconds: float = 0.0) -> Answer:
         """A lease that is kept until this process ends."""
@@ -233,6 +252,25 @@ class EngineProcess:
                 names.append(type(error).__name__)
         return {"errors": names}
 
+    # ------------------------------------------------------------------------------- long leases
+
+    def lease(self, label: str, count: int) -> Answer:
+        """Acquire and keep it; how many blocks, and how many of them in the CXL tier."""
+        hashes = chain_hashes(label, count)
+        lease = self.client.acquire(self.namespace, hashes)
+        self._leases[label] = lease
+        direct_count = sum(slot >= DIRECT_SLOTS for slot in lease.slots.tolist())
+        return {"count": lease.leased_count, "direct": direct_count}
+
+    def read_leased(self, label: str) -> Answer:
+        """Compare what a kept lease is on; WrongBytes is an error."""
+        lease = self._leases[label]
+        found = known_blocks.read_leased(self.client, self.namespace, lease)
+        hashes = chain_hashes(label, lease.leased_count)
+        for one, data in zip(hashes, found or [], strict=False):
+            known_blocks.check_payload(one, data, "under a lease")
+        return {"count": len(found or [])}
+
     # ----------------------------------------------------------------------------------- churn
 
     def churn(self, seed: int, chain_count: int, pause_seconds: float, others: list[str]) -> Answer:
@@ -255,6 +293,11 @@ class EngineProcess:
         mixer = threading.Thread(target=load.run, args=(self._churn_ends,), daemon=True)
         self._churners.append(mixer)
         mixer.start()
+        return {}
+
+    def live(self, **plan: Any) -> Answer:
+        """Begin sessions of their own beside this one (session_churn.py), until the end."""
+        session_churn.begin(self.socket, plan, self.say)
         return {}
 
     def end_churn(self) -> Answer:
@@ -351,12 +394,18 @@ def main() -> None:
     parser.add_argument("--salt", default="")
     parser.add_argument("--shard-bytes", type=int, default=known_blocks.SHARD_BYTES)
     parser.add_argument("--timeout-seconds", type=float, default=5.0)
+    parser.add_argument("--maps-segments", type=int, default=0)
+    parser.add_argument("--watches-jitter", type=int, default=0)
     options = parser.parse_args()
     np.seterr(all="raise")
     engine = EngineProcess(options)
     engine.wait_started(options.role != "SCHEDULER")
     engine.say(event="started", pid=os.getpid())
-    engine.serve()
+    with contextlib.ExitStack() as watching:
+        if options.watches_jitter:
+            jitter = watching.enter_context(measured_jitter())
+            engine.jitter_seconds = lambda: jitter.seconds_max
+        engine.serve()
 
 
 if __name__ == "__main__":

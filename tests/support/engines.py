@@ -15,6 +15,7 @@ from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connect import ConnectedEngine, connected_engine
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.model import LlamaModel
+from kvtier.engine.prefix_index import Prefix
 from kvtier.types import BlockHash
 from tests.support.tiny_models import tiny_model
 
@@ -78,7 +79,7 @@ def hashes_of(token_ids: Sequence[int]) -> list[BlockHash]:
 def device_bytes(connected: ConnectedEngine, token_ids: Sequence[int]) -> list[bytes]:
     """The bytes of the device blocks that hold the tokens' full blocks."""
     engine = connected.engine
-    device_blocks = engine.scheduler.pool.match(hashes_of(token_ids))
+    device_blocks = engine.scheduler.pool.index.match(Prefix(token_ids, hashes_of(token_ids)))
     return [engine.kv_cache[block].view(torch.uint8).numpy().tobytes() for block in device_blocks]
 
 

@@ -69,6 +69,7 @@ class FakeDisk:
     life: int = 1
     readable: bool = True
     is_volatile: bool = False
+    is_direct: bool = False  # Engines may be leased its slots as they are.
     stamps: dict[int, Stamp] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
     headers: dict[int, SegmentHeader] = field(default_factory=dict)

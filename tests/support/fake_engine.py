@@ -14,6 +14,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.errors import KVTierError
 from kvtier.types import BlockHash, CommitOutcome, LeaseId, NamespaceId, Role, SessionId, SlabId
+from tests.support.fake_disk import FakeDisk
 from tests.support.world import Outcome, World, engine_id, packed, slots_of
 
 
@@ -29,6 +30,7 @@ class Process:
     quiet: set[SessionId] = field(default_factory=set)  # Sessions whose instructions it refuses.
     own_old: list[SessionId] = field(default_factory=list)
     mapped: dict[SlabId, SessionId] = field(default_factory=dict)
+    segments: dict[SessionId, set[int]] = field(default_factory=dict)  # Of the tier below.
 
 
 @dataclass(eq=False)
@@ -63,6 +65,7 @@ class Held:
     namespace: NamespaceId
     deadline: float
     blocks: dict[int, BlockHash]  # Slot -> block.
+    direct: dict[int, BlockHash]  # Likewise, in the tier below that was leased from.
     is_planned: bool = False  # Whoever tests has planned its end.
 
 
@@ -74,6 +77,7 @@ class Tally:
     hit_count: int = 0
     ready_count: int = 0
     read_count: int = 0
+    direct_count: int = 0  # Reads from a tier below.
 
 
 class FakeEngine:
@@ -110,6 +114,7 @@ class FakeEngine:
         self.sessions: set[SessionId] = set()
         world.reserved_watchers.append(self._assert_harmless)
         world.drop_watchers.append(self._assert_unmapped)
+        world.bound_watchers.append(self._assert_unread)
         for process in self.processes:
             self.connect(process)
 
@@ -347,18 +352,23 @@ class FakeEngine:
                 on_granted(outcome)
             if outcome.lease is None:
                 return
-            slots = outcome.slots.tolist()
+            blocks, direct = _split(outcome, hashes[skip : outcome.leased_count])
             if self.world.now == now:  # Else its workers may have been replaced meanwhile.
-                self._assert_mapped(slots)
-            assert len(slots) == outcome.leased_count - skip
-            blocks = dict(zip(slots, hashes[skip : outcome.leased_count], strict=True))
+                self._assert_mapped(list(blocks))
+                self._assert_segments_mapped(list(direct))
             self.tally.hit_count += outcome.leased_count
-            held = Held(outcome.lease, namespace, deadline, blocks)
+            held = Held(outcome.lease, namespace, deadline, blocks, direct)
             self.leases.append(held)
             self.read(held)
 
         acquire = ev.Acquire(
-            session, namespace, packed(hashes), deadline, skip_count=skip, wait_until=wait_until
+            session,
+            namespace,
+            packed(hashes),
+            deadline,
+            skip_count=skip,
+            wait_until=wait_until,
+            takes_direct=True,
         )
         self.world.start(acquire, granted)
 
@@ -375,6 +385,20 @@ class FakeEngine:
                             f"instead of {block!r}"
                         )
                         self.tally.read_count += 1
+        disk = self.world.direct_disk
+        for slot, block in held.direct.items() if disk is not None else ():
+            if slot not in disk.scribbled:  # Nobody compares what is read so.
+                stamp = disk.read(slot)
+                assert set(stamp) == {block}, f"slot {slot} holds {stamp!r} instead of {block!r}"
+                self.tally.direct_count += 1
+
+    def map_segments(self, process: Process, count: int) -> None:
+        """The process maps the first segments of the tier that is offered to it."""
+        disk = self.world.direct_disk
+        if disk is not None and process.session is not None and process.shards:
+            segments = range(min(count, disk.segment_count))
+            process.segments.setdefault(process.session, set()).update(segments)
+            self.world.run_quietly(ev.SegmentsMapped(process.session, tuple(segments)))
 
     def release_pending(self) -> None:
         """Give up a lease whose blocks are still being promoted."""
@@ -400,6 +424,23 @@ class FakeEngine:
         record = self.world.namespaces[namespace]
         if record.is_open and record.shard_count == len(self.workers):
             self.world.run_quietly(ev.NamespaceJoined(session, namespace))
+
+    def _assert_segments_mapped(self, slots: list[int]) -> None:
+        """Every process that loads blocks has mapped where these lie."""
+        disk = self.world.direct_disk
+        assert disk is not None or not slots
+        for slot in slots:
+            for worker in self.workers:
+                if worker.session is not None:
+                    assert slot // disk.row_count_max in worker.segments[worker.session]
+
+    def _assert_unread(self, disk: FakeDisk, segments: set[int]) -> None:
+        """These segments have a new life: nothing of them is promised any more."""
+        now, margin = self.world.now, self.world.config.lease_margin_seconds
+        for held in self.leases:
+            if held.deadline + margin > now:
+                used = {slot // disk.row_count_max for slot in held.direct}
+                assert not used & segments, "a segment is reused under a direct lease"
 
     def _forget_if_gone(self) -> None:
         """With the last process all that was promised to the engine is over."""
@@ -442,3 +483,15 @@ class FakeEngine:
             for worker in self.workers:
                 for shard in worker.shards:
                     assert bound.slabs[shard] in worker.mapped, f"slot {slot} is not mapped"
+
+
+def _split(
+    granted: ins.LeaseGranted, hashes: Sequence[BlockHash]
+) -> tuple[dict[int, BlockHash], dict[int, BlockHash]]:
+    """Slots in memory and slots below it, each with its block."""
+    in_memory: dict[int, BlockHash] = {}
+    direct: dict[int, BlockHash] = {}
+    below = [False] * len(hashes) if granted.is_direct is None else granted.is_direct.tolist()
+    for slot, block, is_direct in zip(granted.slots.tolist(), hashes, below, strict=True):
+        (direct if is_direct else in_memory)[slot] = block
+    return in_memory, direct

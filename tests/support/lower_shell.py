@@ -42,6 +42,7 @@ class LowerShell:
                 sequence_first=disk.sequence_first,
                 lives=lives,
                 tier=self.tier,
+                is_direct=disk.is_direct,
             )
         )
         for namespace, record in self._world.namespaces.items():
@@ -78,7 +79,11 @@ class LowerShell:
     def note(self, done: ins.BindSegments | ins.WriteLowerReady | ins.WriteLowerGone) -> None:
         match done:
             case ins.BindSegments():
-                self.mover.assert_unused({header.segment for header in done.headers})
+                segments = {header.segment for header in done.headers}
+                self.mover.assert_unused(segments)
+                if self.disk.is_direct:
+                    for watcher in self._world.bound_watchers:
+                        watcher(self.disk, segments)
                 self.disk.bind(done.headers)
             case ins.WriteLowerReady():
                 record = self._world.namespaces[done.namespace]

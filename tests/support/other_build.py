@@ -1,6 +1,7 @@
-"""Another build of kvtier: a copy of the package with another version of the slot table.
+"""Other builds of kvtier: copies of the package with later versions of the slot table.
 
-Two fields of an entry have changed places there, and it knows how to read tables of this build.
+Two fields of an entry change places from each version to the next one, and each build knows how to
+read the tables of those before it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import kvtier
 from kvtier.pools.slot_table import FORMAT_VERSION
 
 NEXT_VERSION = FORMAT_VERSION + 1
-_CONVERTER = """
+_CONVERTERS = """
 def _swapped(entries: Entries) -> Entries:
     entries["sequence"], entries["payload_bytes"] = (
         entries["payload_bytes"].copy(),
@@ -22,29 +23,37 @@ def _swapped(entries: Entries) -> Entries:
     return entries
 
 
-CONVERTERS: Mapping[int, Converter] = {FORMAT_VERSION - 1: _swapped}
+CONVERTERS: Mapping[int, Converter] = dict.fromkeys(range(FIRST, FORMAT_VERSION), _swapped)
 """
-_CHANGES = {
-    "pools/slot_table.py": {
-        f"FORMAT_VERSION = {FORMAT_VERSION}\n": f"FORMAT_VERSION = {NEXT_VERSION}\n",
-        '        ("sequence", "<u8"),\n        ("payload_bytes", "<u8"),\n': (
-            '        ("payload_bytes", "<u8"),\n        ("sequence", "<u8"),\n'
-        ),
-        "SEQUENCE_WORD, PAYLOAD_WORD, CHECKSUM_WORD = 2, 12, 13, 14\n": (
-            "SEQUENCE_WORD, PAYLOAD_WORD, CHECKSUM_WORD = 2, 13, 12, 14\n"
-        ),
-    },
-    "pools/table_versions.py": {"\nCONVERTERS: Mapping[int, Converter] = {}\n": _CONVERTER},
+_SWAPPED = {
+    '        ("sequence", "<u8"),\n        ("payload_bytes", "<u8"),\n': (
+        '        ("payload_bytes", "<u8"),\n        ("sequence", "<u8"),\n'
+    ),
+    "SEQUENCE_WORD, PAYLOAD_WORD, CHECKSUM_WORD = 2, 12, 13, 14\n": (
+        "SEQUENCE_WORD, PAYLOAD_WORD, CHECKSUM_WORD = 2, 13, 12, 14\n"
+    ),
 }
 
 
-def make_next_build(folder: Path) -> list[str]:
-    """What starts `kvtier serve` of the next build, copied into `folder`."""
+def _changes(version: int) -> dict[str, dict[str, str]]:
+    numbered = {f"FORMAT_VERSION = {FORMAT_VERSION}\n": f"FORMAT_VERSION = {version}\n"}
+    converters = _CONVERTERS.replace("FIRST", str(FORMAT_VERSION))
+    return {
+        "pools/slot_table.py": numbered | (_SWAPPED if (version - FORMAT_VERSION) % 2 else {}),
+        "pools/table_versions.py": {
+            "\nCONVERTERS: Mapping[int, Converter] = {}\n": converters,
+        },
+    }
+
+
+def make_next_build(folder: Path, version: int = NEXT_VERSION) -> list[str]:
+    """What starts `kvtier serve` of the build with this version, copied into `folder`."""
+    assert version >= NEXT_VERSION, "that is this build"
     copy = folder / "kvtier"
     shutil.copytree(
         Path(kvtier.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name, changes in _CHANGES.items():
+    for name, changes in _changes(version).items():
         text = (copy / name).read_text()
         for before, after in changes.items():
             assert text.count(before) == 1, f"{name} has changed: {before!r}"
@@ -53,7 +62,7 @@ def make_next_build(folder: Path) -> list[str]:
     start = (
         f"import sys; sys.path.insert(0, {str(folder)!r}); "
         "from kvtier.pools.slot_table import FORMAT_VERSION; "
-        f"assert FORMAT_VERSION == {NEXT_VERSION}; "
+        f"assert FORMAT_VERSION == {version}; "
         "from kvtier.cli.main import main; sys.exit(main())"
     )
     return [sys.executable, "-c", start, "serve"]

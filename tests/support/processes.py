@@ -49,7 +49,7 @@ class Engine:
     ) -> None:
         """Started, but perhaps not connected: `wait_started`.
 
-        `options` are those of engine_process.py: role, name, salt, timeout_seconds.
+        `options` are those of engine_process.py: role, name, salt, timeout_seconds, maps_segments.
         """
         self.engine_id = engine_id or os.urandom(16)
         self.pid_namespace = pid_namespace

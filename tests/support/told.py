@@ -12,7 +12,10 @@ def check_granted(granted: ins.LeaseGranted) -> None:
     """Counts by tier add up to what was leased, and no slot is named twice."""
     assert sum(count for _, count in granted.tiers) == granted.leased_count
     assert (granted.lease is None) == (granted.leased_count == 0)
-    assert len(set(granted.slots.tolist())) == len(granted.slots) <= granted.leased_count
+    is_direct = granted.is_direct
+    below = [False] * len(granted.slots) if is_direct is None else is_direct.tolist()
+    named = set(zip(below, granted.slots.tolist(), strict=True))
+    assert len(named) == len(granted.slots) <= granted.leased_count
 
 
 def taken_in_by(done: Sequence[ins.Instruction]) -> set[BlockHash]:

@@ -167,9 +167,17 @@ class Run:
     tail_sum: int = 0  # Tokens that the blocks held have room for beyond what they hold.
     latencies: list[float] = field(default_factory=list)  # Of a request, for each of its tokens.
 
+    slot_sum: int = 0  # Tokens that the blocks in all tables have room for.
+
     @property
     def shared_share(self) -> float:
+        """Of the blocks in tables, those saved."""
         return 1 - self.held_sum / self.table_sum
+
+    @property
+    def tail_share(self) -> float:
+        """Of the room in blocks, that which nothing is in."""
+        return self.tail_sum / self.slot_sum
 
 
 class VirtualEngine:
@@ -249,11 +257,13 @@ class VirtualEngine:
 
     def _note(self, run: Run, batch_count: int) -> None:
         tables = self.scheduler.block_tables()
-        held = {block for table, _ in tables for block in table}
+        pool = self.scheduler.pool
+        held_count = pool.block_count - pool.free_count - self.scheduler.kept_block_count
         run.step_count += 1
         run.batch_sum += batch_count
-        run.held_sum += len(held)
+        run.held_sum += held_count
         run.table_sum += sum(len(table) for table, _ in tables)
+        run.slot_sum += self.config.block_tokens * sum(len(table) for table, _ in tables)
         run.tail_sum += sum(
             len(table) * self.config.block_tokens - count for table, count in tables
         )

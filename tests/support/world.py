@@ -132,6 +132,7 @@ class World:
         self.removals: list[ins.BlocksRemoved] = []
         self.reserved_watchers: list[Callable[[list[int]], None]] = []
         self.drop_watchers: list[Callable[[Sequence[SlabId]], None]] = []
+        self.bound_watchers: list[Callable[[FakeDisk, set[int]], None]] = []
         self._next_slab = 1
         self.node_of: dict[SlabId, int | None] = {}
         self._next_session = 1
@@ -249,6 +250,12 @@ class World:
         return self.open_lower(TierName.NVME, disk)
 
     @property
+    def direct_disk(self) -> FakeDisk | None:
+        """The pool that engines may map."""
+        disks = [shell.disk for shell in self.lower.values()]
+        return next((disk for disk in disks if disk.is_direct), None)
+
+    @property
     def nvme(self) -> LowerShell | None:
         return self.lower.get(TierName.NVME)
 
@@ -262,7 +269,7 @@ class World:
             shell.cut_power(keeps)
         self.lower.clear()
         self.make_anew()
-        for part in (self.reserved_watchers, self.drop_watchers):
+        for part in (self.reserved_watchers, self.drop_watchers, self.bound_watchers):
             part.clear()
         for whole in (self.mail, self.content, self.checksum_at, self.node_of):
             whole.clear()
@@ -383,6 +390,9 @@ class World:
                 self.turns.append((done.event, on_outcome))
             case ins.ComputeChecksums():
                 self.checksums.append(done)
+            case ins.Refit():
+                event = ev.Refitted(done.namespace, done.epoch, done.work())
+                self.turns.append((event, None))
             case ins.OfferSlab() | ins.WithdrawSlab() | ins.RequestQuiet() | ins.RecallSlots():
                 self.mail[done.session].append(done)
             case ins.BindSlabs():

@@ -152,7 +152,8 @@ def test_emulation_is_a_table_and_has_a_comma_on_the_command_line(tmp_path: Path
     [
         ({"node": "1", "dax": "/dev/dax0.0"}, "cxl.node and cxl.dax are set: the tier is one"),
         ({"emulate": "1GB/s"}, "cxl.emulate needs cxl.bytes"),
-        ({"single_tenant": "true"}, "cxl.single_tenant is about cxl.dax, which is not set"),
+        ({"single_tenant": "true"}, "cxl.single_tenant is about cxl.dax and cxl.node"),
+        ({"node": "1", "onboard": "direct"}, "so it needs cxl.single_tenant"),
         ({"single_tenant": "yes"}, "cxl.single_tenant is 'yes': it may be true or false"),
         ({"slab_bytes": "5MB"}, "cxl.slab_bytes is '5MB': it must be a size"),
         ({"slab_bytes": "3MiB"}, "it must be a multiple of 2 MiB"),

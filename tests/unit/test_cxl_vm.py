@@ -54,7 +54,8 @@ def test_the_guest_runs_tests_that_exist_and_tells_how_they_ended(name: str) -> 
     assert script.splitlines()[-1] == "echo KVTIER-GUEST-EXIT:$?"
     assert "-m pytest -m cxl" in script.splitlines()[-2]
     for test in MODES[name].tests:
-        assert (cxl_vm.ROOT / test).exists()
+        path, _, function = test.partition("::")
+        assert f"def {function}" in (cxl_vm.ROOT / path).read_text()
         assert test in script
 
 

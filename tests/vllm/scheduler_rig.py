@@ -143,6 +143,10 @@ class SchedulerRig:
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
         )
+        self.attach(kv_caches)
+
+    def attach(self, kv_caches: KVCacheConfig) -> None:
+        """Give both sides of the scheduler's connector what is between them and the daemon."""
         self.connector = self.scheduler.connector
         self.side = self.connector._scheduler
         self.spec = NamespaceSpec(

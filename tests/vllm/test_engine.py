@@ -24,8 +24,9 @@ from tests.vllm.engines import (
     vllm_engine,
 )
 from tests.vllm.identity import differing
+from tests.vllm.versions import needs_engine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, needs_engine, pytest.mark.timeout(300)]
 
 # How long after its deadline a hook may return, on cores that others use as well.
 HOOK_SECONDS, HOOK_SLACK_SECONDS = 0.05, 0.02

@@ -17,6 +17,7 @@ from tests.vllm.adapters import RANK, adapter_of, write_adapter
 from tests.vllm.engines import generated, greedy, transfer_config, vllm_engine
 from tests.vllm.identity import differing
 from tests.vllm.scheduler_rig import SchedulerRig, prompt_of
+from tests.vllm.versions import needs_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -164,6 +165,7 @@ def test_adapter_whose_files_are_not_found_goes_without_kvtier(
     rig.check_nothing_left()
 
 
+@needs_engine
 def test_real_engine_says_the_same_with_each_adapter_and_hits_its_own_blocks_alone(
     tiny_llama: Path, daemon: RunningDaemon, tmp_path: Path
 ) -> None:

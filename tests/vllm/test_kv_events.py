@@ -16,8 +16,9 @@ from kvtier.connector.vllm.plain import tokens_of
 from tests.support.daemon import running_daemon
 from tests.vllm.engines import prompt_of
 from tests.vllm.test_engine import kvtier_engine
+from tests.vllm.versions import needs_engine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, needs_engine, pytest.mark.timeout(300)]
 
 
 def test_vllm_reads_them_and_finds_its_own_hashes(tiny_llama: Path, socket_dir: Path) -> None:

@@ -18,6 +18,7 @@ from tests.support.daemon import RunningDaemon
 from tests.vllm.engines import VllmEngine, prompt_of, vllm_engine
 from tests.vllm.identity import differing
 from tests.vllm.scheduler_rig import SchedulerRig
+from tests.vllm.versions import needs_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -70,6 +71,7 @@ def test_plugin_is_found_and_may_be_called_again() -> None:
     assert named is KVTierConnector
 
 
+@needs_engine
 @pytest.mark.parametrize("is_first", [True, False])
 def test_engine_with_two_connectors_says_the_same_and_hits(
     tiny_llama: Path, daemon: RunningDaemon, tmp_path: Path, is_first: bool

@@ -17,6 +17,7 @@ from kvtier.connector.vllm.refusals import (
 )
 from kvtier.errors import ConfigError
 from tests.vllm.engines import transfer_config, vllm_engine
+from tests.vllm.versions import needs_engine
 
 pytestmark = pytest.mark.vllm
 
@@ -140,6 +141,7 @@ def test_one_line_warns_when_a_failed_load_would_end_its_request(
     assert not any("\n" in text for text in texts)
 
 
+@needs_engine
 def test_an_engine_warns_once_when_it_starts(
     tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.forms import rounds, state_finding
 from tests.vllm.half_copies import FOLDER_VARIABLE
+from tests.vllm.versions import needs_engine
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [pytest.mark.vllm, needs_engine]
 
 
 @pytest.mark.full_form

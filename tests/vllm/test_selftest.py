@@ -20,6 +20,7 @@ from kvtier.cli.selftest_play import Play, PlayOptions
 from kvtier.connector.vllm.trial import TrialEngine
 from tests.support.daemon import RunningDaemon
 from tests.support.fake_trial import EngineHere
+from tests.vllm.versions import needs_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
@@ -69,6 +70,7 @@ def scribble_over_all_slabs(pid: int) -> int:
     return found
 
 
+@needs_engine
 def test_all_checks_hold_and_wrong_kv_in_the_daemons_memory_is_seen(
     tiny_llama: Path, daemon: RunningDaemon
 ) -> None:
@@ -88,6 +90,7 @@ def test_all_checks_hold_and_wrong_kv_in_the_daemons_memory_is_seen(
     assert "prompts differ" in verdicts["tokens"].detail
 
 
+@needs_engine
 def test_engine_in_a_process_of_its_own_answers_as_asked(
     tiny_llama: Path,
 ) -> None:

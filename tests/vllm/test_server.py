@@ -14,9 +14,9 @@ from kvtier.connector.vllm.metrics import METRICS, PREFIX
 from tests.support.daemon import RunningDaemon
 from tests.vllm.engines import prompt_of
 from tests.vllm.serving import Server, vllm_server
-from tests.vllm.versions import HAS_HIT_SOURCES
+from tests.vllm.versions import HAS_HIT_SOURCES, needs_engine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, needs_engine, pytest.mark.timeout(600)]
 
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "session_hints.py"

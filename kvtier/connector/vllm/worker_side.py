@@ -56,6 +56,7 @@ class WorkerSide:
         copier = _copier(geometry, kv_caches, self._options.settings)
         spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
         place = place_of_this_rank(self._vllm_config, config)
+        device = next(iter(kv_caches.values())).device
         client = Client(
             self._options.socket,
             settings=CLIENT_SETTINGS,
@@ -63,7 +64,8 @@ class WorkerSide:
             role=Role.WORKER,
             shards=(place.shard,),
             name="vllm worker" if place.rank_count == 1 else f"vllm worker {place.rank}",
-            memory_node=memory_node(next(iter(kv_caches.values())).device),
+            memory_node=memory_node(device),
+            maps_segments=device.type == "cpu",  # Else they would have to be pinned.
         )
 
         def make_worker(whole: NamespaceSpec) -> WorkerConnector:

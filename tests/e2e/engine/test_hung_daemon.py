@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +14,7 @@ from kvtier.engine.connect import ConnectedEngine
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.engines import engine_on, offload_prompts, patient_client, wait_until
 from tests.support.forms import is_torture
+from tests.support.timed_client import TimedClient, measured_jitter
 from tests.support.tiny_models import prompt_of, tokens_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.full_form]
@@ -25,59 +23,6 @@ GREEDY = SamplingParams(tokens_max=6)
 DEADLINE_SECONDS = 0.05
 SLACK_SECONDS = 0.02
 REQUESTS_MIN = 24
-WATCHED_CALLS = ("match", "acquire", "release", "reserve", "commit", "abort")
-
-
-class TimedClient(Client):
-    """Notes how long the connector's calls take, failed ones included."""
-
-    longest: tuple[float, str] = (0.0, "")
-
-
-def _timed(name: str) -> Callable[..., object]:
-    method = getattr(Client, name)
-
-    def call(self: TimedClient, *args: object, **options: object) -> object:
-        started = time.monotonic()
-        try:
-            return method(self, *args, **options)
-        finally:
-            self.longest = max(self.longest, (time.monotonic() - started, name))
-
-    return call
-
-
-for _name in WATCHED_CALLS:
-    setattr(TimedClient, _name, _timed(_name))
-
-
-@dataclass
-class Jitter:
-    """The longest that a thread which only sleeps was kept from its core, meanwhile."""
-
-    seconds_max: float = 0.0
-    _ended: threading.Event = field(default_factory=threading.Event)
-
-    def watch(self) -> None:
-        while not self._ended.is_set():
-            started = time.monotonic()
-            self._ended.wait(0.001)
-            self.seconds_max = max(self.seconds_max, time.monotonic() - started - 0.001)
-
-    def end(self) -> None:
-        self._ended.set()
-
-
-@contextmanager
-def measured_jitter() -> Iterator[Jitter]:
-    jitter = Jitter()
-    thread = threading.Thread(target=jitter.watch)
-    thread.start()
-    try:
-        yield jitter
-    finally:
-        jitter.end()
-        thread.join()
 
 
 @pytest.fixture

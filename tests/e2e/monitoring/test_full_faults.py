@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,20 @@ def connected(daemon: RunningDaemon) -> Iterator[tuple[Client, object]]:
         namespace = client.open_namespace(spec_of())
         assert client.wait_namespace(namespace, 20)
         yield client, namespace
+
+
+def test_cxl_memory_that_is_not_to_be_had_is_told_of(tmp_path: Path) -> None:
+    """The kernel refuses every slab of the tier; the daemon goes on without it."""
+    options = {"cxl.emulate": "4GB/s,400ns", "cxl.bytes": "128MiB", "cxl.slab_bytes": "64MiB"}
+    serve = [sys.executable, "-m", "kvtier.cli.main", "serve"]
+    limited = ["prlimit", f"--fsize={32 << 20}", *serve]
+    with (
+        watched(tmp_path, options, program=limited) as (daemon, prometheus),
+        connected(daemon) as (client, namespace),
+    ):
+        prometheus.wait_firing("KvtierCxlOff", 30.0)
+        assert "the cxl tier is off: it has no memory" in daemon.log_text
+        assert offload(client, namespace, chain_hashes("without", 2)) == 2
 
 
 def test_bytes_scribbled_over_are_told_of(tmp_path: Path) -> None:

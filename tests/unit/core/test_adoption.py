@@ -179,3 +179,20 @@ def test_no_block_is_taken_in_to_a_set_that_is_withdrawn_meanwhile(
     story.pass_time(hold_seconds(story.world))
     story.world.finish_work()
     assert slab_set not in story.world.sets
+
+
+def test_blocks_that_are_read_after_the_last_lease_has_ended_are_hits_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adoption, "ADOPTED_SLICE_BLOCKS", 1)
+    story = AdoptedStory("abc")
+    restart(story.world, [story.engine])
+    unread = list(story.world.turns)
+    story.world.turns.clear()
+    story.pass_time(hold_seconds(story.world) + 1)
+    story.world.turns += unread
+    story.world.finish_turns()
+    assert story.matched("abc") == 3
+    story.pass_time(0)
+    story.connect()
+    assert len(story.reserve(SLOT_COUNT)) == SLOT_COUNT

@@ -92,6 +92,7 @@ class TieredStory(Story):
                 now + seconds,
                 skip_count=skip,
                 wait_until=now + wait,
+                takes_direct=True,
             )
         )
         assert isinstance(outcome, ins.LeasePending | ins.LeaseGranted), outcome

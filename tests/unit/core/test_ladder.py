@@ -14,7 +14,7 @@ from kvtier.types import Cut, TierName
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_mover import Transfer
 from tests.support.lower_shell import LowerShell
-from tests.support.world import chain, packed
+from tests.support.world import chain, packed, slots_of
 from tests.unit.core.test_demotions import TIERED, TieredStory, names
 from tests.unit.core.test_manager import NS, SLOT_BYTES
 
@@ -38,10 +38,16 @@ class LadderStory(TieredStory):
     """A story with a CXL pool above the NVMe pool."""
 
     def __init__(
-        self, config: ManagerConfig = TWO_RUNGS, *, cxl_count: int = 8, nvme_count: int = 8
+        self,
+        config: ManagerConfig = TWO_RUNGS,
+        *,
+        cxl_count: int = 8,
+        nvme_count: int = 8,
+        is_direct: bool = False,
     ) -> None:
         super().__init__(config, segment_count=nvme_count)
         self.disks = {CXL: FakeDisk(4 * SLOT_BYTES, cxl_count, row_count_max=4), NVME: self.disk}
+        self.disks[CXL].is_direct = is_direct
         self.world.open_lower(CXL, self.disks[CXL])
 
     @property
@@ -159,6 +165,27 @@ def test_bytes_spoiled_in_memory_go_to_neither_tier_and_are_voided_once(
     story.world.finish_work()
     assert story.matched("abc") == 1
     assert story.stored(CXL) == story.stored(NVME) == ["a"]
+    story.world.check([chain("abc")])
+
+
+@pytest.mark.parametrize("by", ["a write to the disk", "a read by value"])
+def test_a_block_found_corrupt_in_memory_takes_its_copy_along_that_nobody_compared(
+    by: str,
+) -> None:
+    cxl = replace(TWO_RUNGS.lower[CXL], is_compared=False)
+    story = LadderStory(replace(TWO_RUNGS, lower={**TWO_RUNGS.lower, CXL: cxl}))
+    slots = story.offload("abc")
+    story.cxl.mover.finish_all()
+    assert story.stored(CXL) == ["a", "ab", "abc"]
+    if by == "a write to the disk":
+        story.world.scribble(slots[1])
+    else:
+        story.mover.finish_all()
+        story.world.run(ev.SlotsCorrupt(NS, slots_of(slots[1:2])))
+    story.world.finish_work()
+    is_on_disk = by != "a write to the disk"
+    assert story.matched("abc") == (3 if is_on_disk else 1)
+    assert story.stored(CXL) == (["a", "abc"] if is_on_disk else ["a"])
     story.world.check([chain("abc")])
 
 

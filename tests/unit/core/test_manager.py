@@ -39,6 +39,7 @@ CONFIG = ManagerConfig(
     slab_count_max=1,
     stock_divisor=1,
     slice_blocks=2,
+    lease_slice_blocks=2,
     evict_slice_blocks=2,
     swept_slice_blocks=2,
     leases_per_session_max=3,
@@ -109,7 +110,14 @@ class Story:
     def acquire(self, path: str, *, seconds: float = 10.0, skip: int = 0) -> ins.LeaseGranted:
         deadline = self.world.now + seconds
         outcome = self.world.run(
-            ev.Acquire(self.session, NS, packed(chain(path)), deadline, skip_count=skip)
+            ev.Acquire(
+                self.session,
+                NS,
+                packed(chain(path)),
+                deadline,
+                skip_count=skip,
+                takes_direct=True,
+            )
         )
         assert isinstance(outcome, ins.LeaseGranted), outcome
         return outcome

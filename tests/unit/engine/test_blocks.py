@@ -16,25 +16,34 @@ from hypothesis.stateful import (
 )
 
 from kvtier.engine.blocks import DeviceBlockPool, OutOfBlocks
+from kvtier.engine.prefix_index import Prefix
 from kvtier.types import BlockHash
 
 HASHES = [BlockHash(bytes([index]) * 32) for index in range(6)]
+
+
+def publish(pool: DeviceBlockPool, device_block: int, block_hash: BlockHash) -> None:
+    pool.publish(device_block, Prefix((), [block_hash]), 0)
+
+
+def match(pool: DeviceBlockPool, hashes: list[BlockHash]) -> list[int]:
+    return pool.index.match(Prefix((), hashes))
 
 
 def test_tail_of_a_prefix_is_taken_before_its_head() -> None:
     pool = DeviceBlockPool(3)
     blocks = pool.take(3)
     for block, block_hash in zip(blocks, HASHES, strict=False):
-        pool.publish(block, block_hash)
+        publish(pool, block, block_hash)
     pool.release(blocks)
     assert pool.take(1) == [blocks[2]]
-    assert pool.match(HASHES[:3]) == blocks[:2]
+    assert match(pool, HASHES[:3]) == blocks[:2]
 
 
 def test_blocks_without_a_hash_are_taken_first() -> None:
     pool = DeviceBlockPool(2)
     cached, plain = pool.take(2)
-    pool.publish(cached, HASHES[0])
+    publish(pool, cached, HASHES[0])
     pool.release([cached])
     pool.release([plain])
     assert pool.take(1) == [plain]
@@ -44,7 +53,7 @@ def test_prefix_released_longest_ago_is_taken_first() -> None:
     pool = DeviceBlockPool(3)
     blocks = pool.take(3)
     for block, block_hash in zip(blocks, HASHES, strict=False):
-        pool.publish(block, block_hash)
+        publish(pool, block, block_hash)
     for block in (blocks[1], blocks[0], blocks[2]):
         pool.release([block])
     pool.hold([blocks[1]])  # Used again: now the youngest.
@@ -55,29 +64,29 @@ def test_prefix_released_longest_ago_is_taken_first() -> None:
 def test_match_ends_at_the_first_gap_and_holds_nothing() -> None:
     pool = DeviceBlockPool(3)
     first, third = pool.take(2)
-    pool.publish(first, HASHES[0])
-    pool.publish(third, HASHES[2])
+    publish(pool, first, HASHES[0])
+    publish(pool, third, HASHES[2])
     pool.release([first, third])
-    assert pool.match(HASHES[:3]) == [first]
+    assert match(pool, HASHES[:3]) == [first]
     assert pool.free_count == 3
 
 
 def test_first_home_of_a_hash_stays_its_home() -> None:
     pool = DeviceBlockPool(2)
     first, second = pool.take(2)
-    pool.publish(first, HASHES[0])
-    pool.publish(second, HASHES[0])
-    assert pool.match(HASHES[:1]) == [first]
+    publish(pool, first, HASHES[0])
+    publish(pool, second, HASHES[0])
+    assert match(pool, HASHES[:1]) == [first]
     assert not pool.is_published(second)
 
 
 def test_too_many_blocks_changes_nothing() -> None:
     pool = DeviceBlockPool(2)
     held = pool.take(1)
-    pool.publish(held[0], HASHES[0])
+    publish(pool, held[0], HASHES[0])
     with pytest.raises(OutOfBlocks, match="want 2 device blocks, 1 free"):
         pool.take(2)
-    assert (pool.free_count, pool.match(HASHES[:1])) == (1, held)
+    assert (pool.free_count, match(pool, HASHES[:1])) == (1, held)
 
 
 class DeviceBlockPoolMachine(RuleBasedStateMachine):
@@ -111,7 +120,7 @@ class DeviceBlockPoolMachine(RuleBasedStateMachine):
 
     @rule(target=held, count=st.integers(1, 6))
     def hold_matched(self, count: int) -> object:
-        matched = self.pool.match(HASHES[:count])
+        matched = match(self.pool, HASHES[:count])
         expected = []
         for block_hash in HASHES[:count]:
             if block_hash not in self.home:
@@ -127,7 +136,7 @@ class DeviceBlockPoolMachine(RuleBasedStateMachine):
     def publish(self, block: int, block_hash: BlockHash) -> None:
         if self.holds[block] == 0 or block in self.home.values():
             return  # The scheduler publishes a block once, while it holds it.
-        self.pool.publish(block, block_hash)
+        publish(self.pool, block, block_hash)
         self.home.setdefault(block_hash, block)
 
     @rule(block=consumes(held))

@@ -44,7 +44,9 @@ def write(
 
 
 def read(table: SlotTable) -> AdoptedSlots:
-    return adopted_slots(table.read_bytes(), GENERATION, {ONE: EPOCH, OTHER: EPOCH}, ADOPTED)
+    return adopted_slots(
+        table.read_ranges(ADOPTED), GENERATION, {ONE: EPOCH, OTHER: EPOCH}, ADOPTED
+    )
 
 
 def test_chains_of_each_namespace_come_parents_first(table: SlotTable) -> None:
@@ -91,6 +93,12 @@ def test_only_checksums_in_the_table_count_as_computed(table: SlotTable) -> None
     assert one.are_summed.tolist() == [False, True, False]
 
 
-def test_sequences_go_on_above_those_of_slots_that_are_not_adopted(table: SlotTable) -> None:
+def test_sequences_go_on_above_those_of_the_adopted_slots(table: SlotTable) -> None:
+    write(table, ONE, "ab", [4, 70], sequence=500)
+    assert read(table).sequence_next == 502
+
+
+def test_a_set_that_is_not_adopted_does_not_outbid_one_that_is(table: SlotTable) -> None:
+    write(table, ONE, "a", [4])
     write(table, ONE, "a", [40], sequence=500)
-    assert read(table).sequence_next == 501
+    assert read(table).namespaces[0].chains.lower_slots.tolist() == [4]

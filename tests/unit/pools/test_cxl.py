@@ -31,6 +31,16 @@ def node_memory(_: Path) -> CxlMemory:
     return NodeMemory(nodes[0], slab_bytes=SLAB_BYTES, budget_bytes=2 * SLAB_BYTES)
 
 
+def shared_node_memory(_: Path) -> CxlMemory:
+    memory = node_memory(_)
+    return NodeMemory(
+        int(memory.label.removeprefix("node ")),
+        slab_bytes=SLAB_BYTES,
+        budget_bytes=2 * SLAB_BYTES,
+        is_single_tenant=True,
+    )
+
+
 def dax_memory(folder: Path) -> CxlMemory:
     device = dax_file(folder / "dax0.0", 2 * MIB + 2 * SLAB_BYTES)
     return DaxMemory(device, slab_bytes=SLAB_BYTES, generation=1)
@@ -46,7 +56,7 @@ def emulated_memory(_: Path) -> CxlMemory:
     return EmulatedMemory(SPEED, SystemClock(), slab_bytes=SLAB_BYTES, budget_bytes=budget_bytes)
 
 
-ALL = [node_memory, dax_memory, shared_dax_memory, emulated_memory]
+ALL = [node_memory, shared_node_memory, dax_memory, shared_dax_memory, emulated_memory]
 
 
 @pytest.fixture
@@ -92,7 +102,7 @@ def test_copies_bring_the_bytes_there_and_back(memory: CxlMemory) -> None:
     released(stock, slabs)
 
 
-@pytest.mark.parametrize("memory", [node_memory, shared_dax_memory], indirect=True)
+@pytest.mark.parametrize("memory", [shared_node_memory, shared_dax_memory], indirect=True)
 def test_a_client_that_may_map_a_slab_sees_its_bytes_and_no_others(memory: CxlMemory) -> None:
     stock, slabs = stocked(memory)
     for slab in slabs:
@@ -100,14 +110,32 @@ def test_a_client_that_may_map_a_slab_sees_its_bytes_and_no_others(memory: CxlMe
     for slab in slabs:
         given = memory.open_for_client(slab)
         assert given is not None
-        mapping = Mapping(given.fd, slab.length_bytes, given.offset)
+        mapping = Mapping(given.fd, slab.length_bytes, given.offset, writable=False)
         os.close(given.fd)
         assert (mapping.array == slab.id).all()
         mapping.close()
     released(stock, slabs)
 
 
-@pytest.mark.parametrize("memory", [dax_memory, emulated_memory], indirect=True)
+@pytest.mark.parametrize("memory", [shared_node_memory], indirect=True)
+def test_who_maps_a_nodes_slab_only_reads_it_and_keeps_it_when_it_is_given_back(
+    memory: CxlMemory,
+) -> None:
+    """The daemon may end while an engine copies from it under a lease."""
+    stock, slabs = stocked(memory)
+    slabs[0].mapping.array[:] = 7
+    given = memory.open_for_client(slabs[0])
+    assert given is not None
+    with pytest.raises(PermissionError):
+        Mapping(given.fd, SLAB_BYTES)
+    mapping = Mapping(given.fd, SLAB_BYTES, writable=False)
+    os.close(given.fd)
+    released(stock, slabs)
+    assert (mapping.array == 7).all()
+    mapping.close()
+
+
+@pytest.mark.parametrize("memory", [node_memory, dax_memory, emulated_memory], indirect=True)
 def test_where_engines_may_not_map_they_are_told_none(memory: CxlMemory) -> None:
     stock, slabs = stocked(memory)
     assert memory.open_for_client(slabs[0]) is None

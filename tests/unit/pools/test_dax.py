@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,14 @@ def test_a_device_is_refused_until_its_last_slab_is_unmapped(device: DaxDevice) 
         DaxSource(device, slab_bytes=SLAB_BYTES, generation=2)
     assert slab.mapping.close()
     DaxSource(device, slab_bytes=SLAB_BYTES, generation=2).close()
+
+
+def test_a_device_is_waited_for_that_is_lent_for_a_moment_more(device: DaxDevice) -> None:
+    first = DaxSource(device, slab_bytes=SLAB_BYTES, generation=1)
+    end = threading.Timer(0.1, first.close)
+    end.start()
+    DaxSource(device, slab_bytes=SLAB_BYTES, generation=2, wait_seconds=10.0).close()
+    end.join()
 
 
 @pytest.mark.parametrize("place", [0, 100, 4096, (2 << 20) - 1])

@@ -38,6 +38,13 @@ TIERS = ((TierName.DRAM, 1), (TierName.NVME, 2))
 GRANTED = ins.LeaseGranted(LEASE, 3, np.arange(3, dtype=np.uint32), 120.0, Cut.MISS, 1, TIERS)
 
 
+class Nobody:
+    """No session that said Hello."""
+
+    def get(self, session: SessionId) -> None:
+        return None
+
+
 @dataclass
 class Rig:
     """The call over a core that says `pending` and, in a later turn, that the lease is ready."""
@@ -58,7 +65,7 @@ class Rig:
         self.base = Base(core, namespaces, clock, metrics)
         self.leasing = Leasing(core, clock)
         facts = EngineFacts(generation=1, tenant="", wait_seconds_max=10.0)
-        nobody, unwatched = cast(Sessions, None), cast(WatchHub, None)
+        nobody, unwatched = cast(Sessions, Nobody()), cast(WatchHub, None)
         self.calls = EngineCalls(self.base, nobody, unwatched, self.leasing, facts)
         self.tokens = Tokens()
         self.caller = self.tokens.issue(

@@ -1,10 +1,11 @@
-"""Copies between DRAM and the CXL tier: compared on the way, and what does not compare is told."""
+"""Copies between DRAM and the CXL tier: all bytes, and the checksum of each block beside them."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -20,12 +21,15 @@ from kvtier.namespace import NamespaceSpec
 from kvtier.pools.cxl import EmulatedMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.pool import SlabBinding
-from kvtier.pools.slabs import PageKind, populate_slab
+from kvtier.pools.slabs import PageKind, Slab, populate_slab
+from kvtier.pools.source import MemorySource
+from kvtier.server import cxl_tier
 from kvtier.server.base import Base
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
 from kvtier.server.namespaces import Namespaces, padded_stride
+from kvtier.server.segment_offers import Onboarding
 from kvtier.types import BlockHash, NamespaceId, SlabId, SlabSetId, TierName
 from tests.support.recording_core import RecordingManager
 
@@ -37,6 +41,19 @@ SPEC = NamespaceSpec("test", "v1", "bfloat16", "LBHD", 16, shard_bytes=5000, sha
 LAYOUT = SlotLayout(SPEC.shard_bytes, SPEC.shard_count)
 DONE, CORRUPT = ev.TransferOutcome.DONE, ev.TransferOutcome.CORRUPT
 SLOT_COUNT = 16
+
+
+class NoOffers:
+    """Nobody maps the tier."""
+
+    def open(self, slabs: object, row_count_max: int, speed: object) -> Onboarding:
+        return Onboarding(False, "a test")
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+NO_OFFERS = NoOffers()
 
 
 def slots(*numbers: int) -> ev.Slots:
@@ -60,7 +77,7 @@ class Rig:
         memory = EmulatedMemory(
             EmulatedSpeed(8e9), clock, slab_bytes=SLAB_BYTES, budget_bytes=2 * SLAB_BYTES
         )
-        self.keeper = CxlKeeper(base, self.dram, memory)
+        self.keeper = CxlKeeper(base, self.dram, memory, NO_OFFERS)
 
     async def open(self) -> NamespaceId:
         opened = await self.namespaces.open(SPEC)
@@ -154,37 +171,54 @@ def test_blocks_go_down_and_come_back_with_every_byte(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("shard", [0, 1])
-def test_a_block_that_somebody_wrote_into_below_is_told_as_corrupt(
-    tmp_path: Path, shard: int
+@pytest.mark.parametrize("refused_count", [1, 2])
+def test_memory_that_engines_still_have_of_the_daemon_before_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_count: int
 ) -> None:
+    refusals = iter([OSError(errno.ENOMEM, "lent")] * refused_count)
+    populate = MemorySource.populate
+
+    def refusing(*given: Any, **named: Any) -> Slab:
+        if (error := next(refusals, None)) is not None:
+            raise error
+        return populate(*given, **named)
+
+    monkeypatch.setattr(MemorySource, "populate", refusing)
+    monkeypatch.setattr(cxl_tier, "ASK_AGAIN_SECONDS", 0.01)
+
     async def story() -> None:
         rig = Rig(tmp_path)
         try:
-            namespace = await rig.open()
-            rig.fill(0, seed=1)
-            rig.fill(1, seed=2)
-            lower = slots(rig.first, rig.first + 1)
-            await rig.demote(namespace, slots(0, 1), lower)
-            rig.keeper._opened.padded_views(rig.first)[shard][4999] ^= 1
-            assert await rig.promote(namespace, lower, slots(8, 9)) == [CORRUPT, DONE]
+            await rig.open()  # All of it is there.
+            assert rig.keeper.state == "on"
         finally:
             rig.close()
 
     asyncio.run(story())
 
 
-def test_a_block_that_somebody_wrote_into_above_does_not_go_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("above", [True, False])
+def test_a_checksum_goes_with_its_block_whatever_became_of_the_bytes(
+    tmp_path: Path, above: bool
+) -> None:
+    """Nobody compares within memory: the sum must stay that of what was committed, or a later
+    write to a disk would take what somebody scribbled for right."""
+
     async def story() -> None:
         rig = Rig(tmp_path)
         try:
             namespace = await rig.open()
             rig.fill(0, seed=1)
-            rig.dram.views(0)[1][17] ^= 1
+            right = rig.dram.checksums(slots(0))
+            if above:
+                rig.dram.views(0)[1][17] ^= 1
             told = await rig.demote(namespace, slots(0), slots(rig.first))
-            assert told.outcomes.tolist() == [CORRUPT]
-            name = "kvtier_corrupt_blocks_total"
-            assert rig.metrics.samples()[name] == 1
+            if not above:
+                rig.keeper._opened.padded_views(rig.first)[1][17] ^= 1
+            assert await rig.promote(namespace, slots(rig.first), slots(8)) == [DONE]
+            promoted = rig.manager.of(ev.Promoted)[-1]
+            assert told.checksums.tolist() == promoted.checksums.tolist() == right.tolist()
+            assert block_checksums([rig.dram.views(8)]) != right
         finally:
             rig.close()
 
@@ -215,10 +249,10 @@ def test_a_mistake_in_a_copying_thread_ends_the_daemon(tmp_path: Path) -> None:
             namespace = await rig.open()
             rig.fill(0, seed=1)
 
-            def broken(targets: object, sources: object, sum_bytes: int) -> list[int]:
+            def broken(targets: object, sources: object) -> None:
                 raise AssertionError("planted")
 
-            rig.keeper._memory.copy_summed = broken  # type: ignore[misc]
+            rig.keeper._memory.copy_batch = broken  # type: ignore[misc]
             rig.keeper.on_demote(
                 ins.Demote(namespace, slots(0), slots(rig.first), tier=TierName.CXL)
             )

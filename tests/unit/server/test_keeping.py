@@ -5,16 +5,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from mmap import PAGESIZE
 
+import numpy as np
 import pytest
 
 from kvtier.io.memory import create_memfd
 from kvtier.pools import table_versions
-from kvtier.pools.slot_table import FORMAT_VERSION, SlotTable
+from kvtier.pools.slot_table import ENTRY_BYTES, FORMAT_VERSION, SlotTable, read_entries
 from kvtier.server.holder import close_all
-from kvtier.server.inventory import Inventory, InventoryFile, ParkedSession, ParkedSet, ParkedSlab
+from kvtier.server.inventory import (
+    HALF_BYTES,
+    Inventory,
+    InventoryFile,
+    ParkedSession,
+    ParkedSet,
+    ParkedSlab,
+    read_inventory,
+)
 from kvtier.server.keeping import INVENTORY, TABLE, TRIES_MAX, Keeper
 from kvtier.server.parking import ParkingFailed, is_same_file
 from tests.support.parking_places import Killed, MemoryParking
@@ -268,3 +279,60 @@ def test_descriptors_are_neither_leaked_nor_closed_twice(lives: Lives) -> None:
     keeper.keep_set(set_of(1), [lives.slab])
     keeper.close()
     assert len(os.listdir("/proc/self/fd")) == before + len(lives.kept)
+
+
+@pytest.mark.parametrize("length_bytes", [0, 4096 + 128, PAGESIZE])
+def test_a_slot_table_of_another_length_than_its_slots_is_let_go_of(
+    lives: Lives, length_bytes: int
+) -> None:
+    """A later life would take what is missing for slots that nobody uses, or not start at all."""
+    keeper = lives.begin()
+    keeper.keep_set(replace(set_of(1), slot_count=PAGESIZE // ENTRY_BYTES + 1), [lives.slab])
+    keeper.close()
+    assert lives.found() is not None
+    other = create_memfd("other", length_bytes)
+    MemoryParking(lives.kept).park(TABLE, other)
+    os.close(other)
+    assert lives.found() is None
+
+
+def test_an_inventory_that_is_no_memory_is_let_go_of(lives: Lives) -> None:
+    lives.begin().close()
+    ends = os.pipe()
+    MemoryParking(lives.kept).park(INVENTORY, ends[0])
+    close_all(list(ends))
+    assert lives.found() is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_garbled_inventory_is_one_that_was_written_or_none(lives: Lives, seed: int) -> None:
+    chance = random.Random(seed)
+    file = InventoryFile()
+    written = [Inventory(GENERATION, 1, slot, sets=(set_of(1),)) for slot in range(2)]
+    for one in written:
+        file.write(one)
+    for _ in range(chance.randint(1, 8)):
+        at = chance.randrange(2) * HALF_BYTES + chance.randrange(600)
+        os.pwrite(file.fd, chance.randbytes(chance.randint(1, 8)), at)
+    found = read_inventory(file.fd)
+    assert isinstance(found, str) or found in written
+    file.close()
+
+
+def test_a_table_is_converted_where_there_are_sets_and_is_void_elsewhere(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_versions, "CONVERTERS", {FORMAT_VERSION - 1: lambda found: found})
+    one = set_of(2)
+    for slot in (0, one.slot_first, one.slot_first + 1):
+        lives.table.write_reserved(np.array([slot], np.uint32), None)
+    file = InventoryFile()
+    file.write(Inventory(GENERATION, FORMAT_VERSION - 1, 32, sets=(one,), table="earlier"))
+    for name, fd in ((INVENTORY, file.fd), ("earlier", lives.table.fd)):
+        MemoryParking(lives.kept).park(name, fd)
+    keeper = lives.keeper()
+    assert keeper.former is not None
+    words = read_entries(keeper.former.table_fd, range(32)).view(np.uint64).reshape(32, -1)
+    assert np.flatnonzero(words[:, 0]).tolist() == [one.slot_first, one.slot_first + 1]
+    close_all([keeper.former.inventory_fd, keeper.former.table_fd, file.fd])
+    keeper.close()

@@ -1,0 +1,155 @@
+"""The engine behind OpenAI's HTTP interface, on this machine's loopback alone.
+
+POST /v1/completions, /v1/chat/completions    answers, whole or as server-sent events
+GET  /v1/models, /healthz
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kvtier.engine.openai_api import Answers, Body, Call, TextModel, parse_call
+from kvtier.engine.service import EngineService
+from kvtier.errors import BadRequest, KVTierError, LimitExceeded
+
+HOST = "127.0.0.1"
+BODY_BYTES_MAX = 4 << 20
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class OpenAiServer:
+    """Handlers over one engine; `model` is its name to clients."""
+
+    def __init__(self, service: EngineService, text_model: TextModel, model: str) -> None:
+        self._service = service
+        self._text_model = text_model
+        self._model = model
+        self._created = int(time.time())
+
+    def application(self) -> web.Application:
+        application = web.Application(
+            middlewares=[_only_local, _errors], client_max_size=BODY_BYTES_MAX
+        )
+        application.add_routes(
+            [
+                web.post("/v1/completions", lambda request: self._answer("completion", request)),
+                web.post("/v1/chat/completions", lambda request: self._answer("chat", request)),
+                web.get("/v1/models", self._models),
+                web.get("/healthz", self._health),
+            ]
+        )
+        return application
+
+    async def _answer(self, kind: str, request: web.Request) -> web.StreamResponse:
+        try:
+            body = await request.json()
+        except ValueError:
+            raise BadRequest("the body is no JSON") from None
+        call = parse_call(kind, body, self._text_model)
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        answers = Answers.of(call, self._text_model, name, self._model, int(time.time()))
+        if call.is_streaming:
+            return await self._stream(request, call, answers)
+        result = None
+        outputs = self._service.submit(call.prompt_ids, call.params)
+        try:
+            async for output in outputs:
+                answers.feed(output)
+                result = output.result or result
+                if answers.is_over and result is None and call.stops:
+                    break
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+        return web.json_response(answers.answer(result))
+
+    async def _stream(
+        self, request: web.Request, call: Call, answers: Answers
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        outputs = self._service.submit(call.prompt_ids, call.params)
+        result = None
+        try:
+            # An error before the first token is an answer with a status of its own.
+            output = await anext(outputs)
+            await response.prepare(request)
+            await _send(response, answers.first())
+            while True:  # Ends with the last output.
+                await _send(response, answers.feed(output))
+                result = output.result or result
+                if result is not None or (answers.is_over and call.stops):
+                    break
+                output = await anext(outputs)
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+        if call.with_usage:
+            await _send(response, answers.last(result))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": self._created}
+        return web.json_response({"object": "list", "data": [model | {"owned_by": "kvtier"}]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+
+async def serve(
+    server: OpenAiServer, port: int, started: Callable[[int], object], stop: asyncio.Event
+) -> None:
+    """Until `stop`; `started` is told the port. Raises OSError where it is taken."""
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, HOST, port, shutdown_timeout=1.0)
+        await site.start()
+        started(runner.addresses[0][1])
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+async def _send(response: web.StreamResponse, body: Body | None) -> None:
+    if body is not None:
+        await response.write(f"data: {json.dumps(body)}\n\n".encode())
+
+
+@web.middleware
+async def _only_local(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A page of another site can make a browser ask us, by a name of its own or from its origin."""
+    host = request.headers.get("Host", "").rpartition(":")[0] or request.headers.get("Host", "")
+    origin = request.headers.get("Origin")
+    if host not in _LOOPBACK or origin is not None:
+        return _error(403, "only programs on this machine are answered, by a loopback name")
+    return await handler(request)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _error(400, str(error))
+    except LimitExceeded as error:
+        return _error(429, str(error))
+    except KVTierError as error:
+        return _error(503, str(error))
+    except web.HTTPException as error:
+        return _error(error.status, error.reason)
+
+
+def _error(status: int, text: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
+    return web.json_response(body, status=status)

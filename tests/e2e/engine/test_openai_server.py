@@ -1,0 +1,202 @@
+"""`kvtier engine serve` over real sockets, asked by plain HTTP and by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvtier.engine.config import EngineConfig, SamplingParams
+from kvtier.engine.engine import Engine
+from tests.support.letters import Letters
+from tests.support.tiny_models import tiny_model, tokens_alone
+
+aiohttp = pytest.importorskip("aiohttp", reason="kvtier[http] is not installed")
+
+from kvtier.engine.http_server import OpenAiServer, serve  # noqa: E402
+from kvtier.engine.service import EngineService  # noqa: E402
+
+pytestmark = pytest.mark.slow
+LETTERS = Letters()
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@dataclass
+class Running:
+    url: str
+    engine: Engine
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[Running]:
+    """The server on a loop of its own in another thread."""
+    service, stop = EngineService(engine), asyncio.Event()
+    bound: list[int] = []
+    is_up = threading.Event()
+    loop = asyncio.new_event_loop()
+
+    def started(port: int) -> None:
+        bound.append(port)
+        is_up.set()
+
+    server = OpenAiServer(service, LETTERS, "tiny")
+    thread = threading.Thread(
+        target=loop.run_until_complete, args=(serve(server, 0, started, stop),)
+    )
+    service.start()
+    thread.start()
+    try:
+        assert is_up.wait(10)
+        yield Running(f"http://127.0.0.1:{bound[0]}", engine)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        service.close()
+        loop.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Running]:
+    engine = Engine(tiny_model(), EngineConfig(block_tokens=4, device_block_count=256))
+    with running(engine) as one:
+        yield one
+
+
+def ask(url: str, *bodies: dict[str, Any], **headers: str) -> list[tuple[int, Any]]:
+    """All at once; a stream's answer is the list of its events."""
+
+    async def one(session: Any, body: dict[str, Any]) -> tuple[int, Any]:
+        path = "chat/completions" if "messages" in body else "completions"
+        async with session.post(f"{url}/v1/{path}", json=body) as response:
+            if not body.get("stream") or response.status != 200:
+                return response.status, await response.json()
+            lines = [line async for line in response.content]
+            events = [line.removeprefix(b"data: ").strip() for line in lines if line.strip()]
+            assert events[-1] == b"[DONE]"
+            return 200, [json.loads(event) for event in events[:-1]]
+
+    async def all_of() -> list[tuple[int, Any]]:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            return await asyncio.gather(*(one(session, body) for body in bodies))
+
+    return asyncio.run(all_of())
+
+
+def expected(prompt: str) -> str:
+    params = SamplingParams(tokens_max=12)
+    token_ids = tokens_alone(LETTERS.encode(prompt), params)
+    assert LETTERS.end_id not in token_ids, "choose another prompt: this answer ends early"
+    return LETTERS.text_of(token_ids)
+
+
+def test_answer_is_the_engines_and_usage_counts_what_was_cached(served: Running) -> None:
+    body = {"prompt": "Tell me of the sun", **GREEDY}
+    for cached in (0, 16):
+        [(status, answer)] = ask(served.url, body)
+        assert status == 200
+        assert answer["choices"][0]["text"] == expected("Tell me of the sun")
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (18, 12)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+def test_stream_gives_the_same_text_piece_by_piece(served: Running) -> None:
+    body = {"prompt": "Tell me of the sun", "stream": True, **GREEDY}
+    [(_, events)] = ask(served.url, body | {"stream_options": {"include_usage": True}})
+    pieces = [event["choices"][0]["text"] for event in events if event["choices"]]
+    assert "".join(pieces) == expected("Tell me of the sun")
+    assert len(pieces) > 6
+    assert events[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_two_long_chats_at_once_are_batched(served: Running) -> None:
+    sizes: list[int] = []
+    compute = served.engine._compute
+
+    def counted(batch: Any) -> Any:
+        sizes.append(len(batch))
+        return compute(batch)
+
+    served.engine._compute = counted  # type: ignore[method-assign]
+    bodies = [
+        {"messages": [{"role": "user", "content": text * 9}], "temperature": 0, "max_tokens": 80}
+        for text in ("What of the sea? ", "What of the hills? ")
+    ]
+    alone = [ask(served.url, body | {"max_tokens": 80})[0][1] for body in bodies]
+    sizes.clear()
+    together = ask(served.url, *bodies)
+    assert max(sizes) == 2
+    for one, (_, other) in zip(alone, together, strict=True):
+        assert one["choices"] == other["choices"]
+
+
+def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> None:
+    body = {"prompt": "Tell me of the sun", "n": 3, "seed": 5, "max_tokens": 8, "temperature": 1}
+    [(_, whole)] = ask(served.url, body)
+    [(_, events)] = ask(served.url, body | {"stream": True})
+    for choice in whole["choices"]:
+        pieces = [
+            one["text"] for event in events for one in event["choices"]
+            if one["index"] == choice["index"]
+        ]  # fmt: skip
+        assert "".join(pieces) == choice["text"]
+    assert served.engine.scheduler.copied_block_count == 4  # 18 tokens: half a block, twice.
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        ({"prompt": "x", "tools": [{}]}, {}, 400, "tools is not supported"),
+        ({"prompt": ""}, {}, 400, "prompt is empty"),
+        ({"prompt": "", "stream": True}, {}, 400, "prompt is empty"),
+        ({"prompt": "x", "max_tokens": 100_000}, {}, 400, "there is 512 room"),
+        ({"prompt": "x"}, {"Origin": "http://elsewhere.example"}, 403, "only programs on this"),
+        ({"prompt": "x"}, {"Host": "elsewhere.example:80"}, 403, "only programs on this"),
+    ],
+)
+def test_refusal_says_why(
+    served: Running, body: dict[str, Any], headers: dict[str, str], status: int, message: str
+) -> None:
+    [(said, answer)] = ask(served.url, body, **headers)
+    assert said == status
+    assert message in answer["error"]["message"]
+    assert served.engine.unfinished_count == 0
+
+
+def test_client_that_leaves_cancels_its_request(served: Running) -> None:
+    async def leave() -> None:
+        body = {"prompt": "x" * 40, "max_tokens": 400, "stream": True, "temperature": 0}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{served.url}/v1/completions", json=body) as response,
+        ):
+            await response.content.readline()
+            assert served.engine.unfinished_count == 1
+
+    asyncio.run(leave())
+    for _ in range(400):
+        if served.engine.unfinished_count == 0:
+            break
+        threading.Event().wait(0.02)
+    pool = served.engine.scheduler.pool
+    assert pool.free_count == pool.block_count, "a request runs on for nobody"
+
+
+def test_openais_client_streams_a_chat(served: Running) -> None:
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    messages = [{"role": "user", "content": "Tell me of the sun"}]
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=12, stream=True
+        )
+    ]
+    assert "".join(pieces) == expected("user: Tell me of the sun~")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tiers
+from benchmarks import paging_report, tiers
 from benchmarks.rivals import plot, report
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +37,7 @@ def render() -> str:
         tiers.section(results["tiers"]),
         _prefill(results["engine_prefill"]),
         _vllm_ttft(results["vllm_ttft"]),
+        paging_report.section(json.loads((RESULTS / "paging.json").read_text())),
         report.section(json.loads(RIVALS.read_text())),
     )
     return "\n".join(parts)

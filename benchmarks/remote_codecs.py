@@ -92,7 +92,7 @@ async def turn(rig: RemoteRig, blocks: Sequence[BlockViews], places: Sequence[Bl
     """Seconds to put the batch and get it back."""
     began = time.perf_counter()
     endings = await rig.blocks.put(blocks, timeout_seconds=600.0)
-    endings += await rig.blocks.get(places, timeout_seconds=600.0)
+    endings += (await rig.blocks.get(places, timeout_seconds=600.0)).endings
     seconds = time.perf_counter() - began
     assert set(endings) == {RemoteOutcome.DONE}, endings
     return seconds

@@ -51,11 +51,10 @@ All that came back was compared with what was put ({r["wrong_blocks"]} wrong). O
 - Remote blocks take one copy more than Mooncake's client needs, between their slot and a buffer: a call that hangs
   must be able to hold the buffer, and no slot. The Redis package is the other way round: it joins and cuts what
   kvtier sends and receives in place.
-- What Mooncake blocks lose is that copy with its checksum, and the waits for a thread between groups of 8 MiB, where
-  the bare client makes one call of all blocks: on a machine that others keep busy these waits grow. The library's own
-  calls take as long from kvtier as from the bare client.
-- The bare folder writes into and reads from the page cache in one thread; `files` takes a thread and a few calls a
-  block, for a file system that may hang.
+- What Mooncake blocks lose is that copy with its checksum. A call of the library keeps one core busy with asking
+  whether it is done, so kvtier makes one at a time, of up to 64 MiB, and copies before it or after it.
+- The bare folder writes into and reads from the page cache in one thread; `files` takes a thread a block, for a file
+  system that may hang, and copies each block once more, where a read from the page cache is but a copy.
 {not_run}"""
 
 

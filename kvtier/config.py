@@ -122,7 +122,14 @@ class DramConfig:
     watermark_stop: float = option(
         0.98, Fraction(0.0, 1.0), "Share of a namespace's slots at which eviction stops."
     )
-    policy: str = option("lru", Choice("lru"), "Eviction policy: lru evicts a chain's tail first.")
+    policy: str = option(
+        "lru",
+        Text(64),
+        "Eviction policy. lru: what was used longest ago goes first, a chain's tail before its "
+        "head. curves: what is worth least by how blocks of its kind were used so far; see "
+        "docs/policies.md. arc: to compare with. Or one that an installed package offers under "
+        "this name, as entry point in the group kvtier.eviction.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from kvtier.clock import SystemClock
 from kvtier.codec.codecs import CodecId
@@ -41,7 +42,7 @@ class RemoteSide:
 
     def __init__(self, make_engine: MakeEngine, *, sources: Blocks, targets: Blocks) -> None:
         """Raises what `make_engine` raises."""
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # The daemon's.
         buffers, clock = Buffers(), SystemClock()
         self._threads = IoThreads("bench-codec", count=min(CODEC_THREADS_MAX, os.cpu_count() or 1))
 
@@ -73,7 +74,8 @@ class RemoteSide:
 
     def get(self, numbers: Sequence[int]) -> None:
         blocks = [self._targets[one] for one in numbers]
-        _assert_done(self._runner.run(self._blocks.get(blocks, timeout_seconds=_SECONDS)))
+        got = self._runner.run(self._blocks.get(blocks, timeout_seconds=_SECONDS))
+        _assert_done(got.endings)
 
     def forget(self, numbers: Sequence[int]) -> None:
         hashes = [self._sources[one].block for one in numbers]

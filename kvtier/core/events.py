@@ -48,6 +48,7 @@ class NamespaceOpened:
     shard_bytes: int = 0  # Payload of one shard; needed where there is a tier below memory.
     fingerprint: bytes = b""  # Likewise.
     chained: bool = True  # Every block but the first of a prefix needs the one before it.
+    block_tokens: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +408,15 @@ class ChecksumsComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class Refitted:
+    """Answer to Refit: what its work returned."""
+
+    namespace: NamespaceId
+    epoch: int
+    result: object
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsCorrupt:
     """Bytes of these slots do not match their checksum: void them and what depends on them."""
 
@@ -459,6 +469,7 @@ Event = (
     | Reserve
     | Commit
     | Abort
+    | Refitted
     | Evict
     | HintSessionEnd
     | HintPaused

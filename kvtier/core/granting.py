@@ -131,6 +131,7 @@ class Granting:
             lease.all_places(),
             lease.all_direct(),
         )
+        residency.note_request(pending.places, event.hashes, now)
         return [*sliced.instructions, *self._answer(pending)]
 
     def _is_whole(self, lease: Lease, residency: Residency, skip_count: int) -> bool:
@@ -140,7 +141,7 @@ class Granting:
 
     def _pin_slice(self, event: ev.Acquire, residency: Residency, now: float) -> _Found:
         start = event.done_count
-        part = event.hashes[start : start + self._config.slice_blocks]
+        part = event.hashes[start : start + self._config.lease_slice_blocks]
         after = event.hashes[start - 1] if start else None
         waits = event.wait_until > now
         looks_below = waits or bool(self.direct.usable(event, residency))
@@ -207,7 +208,7 @@ class Granting:
             rows, places, direct = rows[:count], places[:count], direct[:count]
             cut = Cut.UNMAPPED
         absent = ~residency.tier.is_ready(places)
-        residency.touch(rows, now)
+        residency.note_use(rows, now)
         self._ladder.note_use(residency, rows)
         origins = self._ladder.origins(residency.index, rows, absent)
         again = self.direct.used_again(residency, rows, direct)

@@ -35,6 +35,8 @@ USES_MAX = 255
 _ROWS_MIN = 1024
 # The check holds the event loop; comparing more hashes than these one by one takes too long.
 _CHECKED_HASHES_MAX = 10_000
+# Less is sooner asked for one by one.
+_RUN_MIN = 32
 
 
 class RowFlag:
@@ -139,11 +141,32 @@ class PrefixIndex:
         return absent
 
     def rows(self, hashes: Sequence[BlockHash]) -> Rows:
-        """Rows of the leading blocks that are resident; shorter than `hashes` at a gap."""
-        found = self.row_of.get_all(hashes)
-        if None in found:
-            found = found[: found.index(None)]
-        return np.array(found, dtype=np.int32)
+        """Rows of the leading blocks that are resident; shorter than `hashes` at a gap.
+
+        Blocks that came together as a rule have rows that follow one another: such a run is
+        compared with the hashes that lie there, as a question for each takes several times as long.
+        """
+        parts: list[npt.NDArray[np.int32]] = []
+        at, size = 0, _RUN_MIN
+        while at < len(hashes):
+            part = hashes[at : at + size]
+            first = self.row_of.get(part[0])
+            if first is None:
+                break
+            # A doomed block keeps its hash until it is swept, and is not resident.
+            if not self._doomed and self.hash_of[first : first + len(part)] == part:
+                parts.append(np.arange(first, first + len(part), dtype=np.int32))
+                at, size = at + len(part), 2 * size
+            elif size > _RUN_MIN:
+                size = _RUN_MIN  # The run ends somewhere in this part.
+            else:
+                found = self.row_of.get_all(part)
+                if None in found:
+                    parts.append(np.array(found[: found.index(None)], dtype=np.int32))
+                    break
+                parts.append(np.array(found, dtype=np.int32))
+                at += len(part)
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
     def are_lower(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of these have a copy in a tier below memory."""

@@ -7,7 +7,7 @@ request cannot be served; then nothing was changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -248,6 +248,15 @@ class ComputeChecksums:
 
 
 @dataclass(frozen=True, slots=True)
+class Refit:
+    """Do this work, pure and on a copy, off the event loop, and answer with Refitted."""
+
+    namespace: NamespaceId
+    epoch: int
+    work: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
 class BindSlabs:
     """These slabs (one a shard, shard 0 first) belong to `namespace` now."""
 
@@ -369,6 +378,7 @@ Instruction = (
     | OfferSlab
     | WithdrawSlab
     | DropSlabs
+    | Refit
     | RequestQuiet
     | AcknowledgeQuiet
     | RecallSlots

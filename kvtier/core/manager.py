@@ -21,6 +21,7 @@ from kvtier.core.committing import Committing
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
+from kvtier.core.learning import Learning
 from kvtier.core.listing import Listing, list_rows
 from kvtier.core.locating import Locator
 from kvtier.core.namespace_facts import NamespaceFacts
@@ -36,7 +37,7 @@ from kvtier.errors import (
     Draining,
     UnknownNamespace,
 )
-from kvtier.policy.eviction import EvictionPolicy
+from kvtier.policy.eviction import PolicyMaker
 from kvtier.types import (
     BlockHash,
     NamespaceId,
@@ -51,7 +52,7 @@ from kvtier.types import (
 class BlockManager:
     """See the module. Requests that cannot be served raise a KVTierError and change nothing."""
 
-    def __init__(self, config: ManagerConfig, *, make_policy: Callable[[], EvictionPolicy]) -> None:
+    def __init__(self, config: ManagerConfig, *, make_policy: PolicyMaker) -> None:
         self._config = config
         self._make_policy = make_policy
         self._namespaces: dict[NamespaceId, Residency] = {}
@@ -63,17 +64,13 @@ class BlockManager:
         self._ladder = Ladder(self._namespaces, config.lower)
         self._promotions = Promotions(self._namespaces, self._ladder, self._shares)
         self._granting = Granting(
-            self._namespaces,
-            self._engines,
-            self._shares,
-            self._promotions,
-            self._ladder,
-            config,
+            self._namespaces, self._engines, self._shares, self._promotions, self._ladder, config
         )
         self._committing = Committing(
             self._namespaces, self._engines, self._shares, self._ladder, config
         )
         self._adoption = Adoption(self._namespaces, self._ledger, self._shares, self._engines)
+        self._learning = Learning(self._namespaces)
         self.locator = Locator(self._namespaces)
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
@@ -109,7 +106,7 @@ class BlockManager:
             ev.DrainStarted: self._on_drain_started,
             ev.DrainEnded: self._on_drain_ended,
             ev.SweepVoid: self._on_sweep_void,
-            **self._adoption.handlers(),
+            **(self._adoption.handlers() | self._learning.handlers()),
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
@@ -209,7 +206,9 @@ class BlockManager:
                 event.shard_count,
                 event.shard_bytes,
                 event.fingerprint,
-                event.chained,
+                chained=event.chained,
+                block_tokens=event.block_tokens,
+                block_count_max=self._ledger.slab_count_max // event.shard_count * set_slot_count,
             ),
             epoch=event.epoch,
             set_slot_count=set_slot_count,
@@ -393,6 +392,7 @@ class BlockManager:
             *waits,
             *_quiet_requests(self._engines.ask_again()),
             *self._shares.keep_watermarks(),
+            *self._learning.begin(),
             *self._shares.drop_idle_sets(),
             *self._move(now),
         ]

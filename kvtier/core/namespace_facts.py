@@ -17,6 +17,8 @@ class NamespaceFacts:
     shard_bytes: int = 0
     fingerprint: bytes = b""
     chained: bool = True  # False: every block is there or not by itself.
+    block_tokens: int = 16
+    block_count_max: int = 0  # As many as memory may ever hold.
 
     @property
     def layout(self) -> SlotLayout:

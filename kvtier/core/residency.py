@@ -6,27 +6,20 @@ block leaves the index before its slot is freed, and enters it after its slot is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
+from kvtier.core.learning import IndexedBlocks, keys_of
 from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.runs import Run
 from kvtier.core.slices import CommittedSlice, LeasedSlice, Lost
 from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
-from kvtier.policy.eviction import Evictable, EvictionPolicy
-from kvtier.types import (
-    BlockHash,
-    CommitOutcome,
-    Cut,
-    PrefixMatch,
-    Presence,
-    SlabSetId,
-    TierName,
-)
+from kvtier.policy.eviction import Evictable, PolicyMaker
+from kvtier.types import BlockHash, CommitOutcome, Cut, PrefixMatch, Presence, SlabSetId, TierName
 
 
 class Residency:
@@ -39,7 +32,7 @@ class Residency:
         *,
         epoch: int,
         set_slot_count: int,
-        make_policy: Callable[[], EvictionPolicy],
+        make_policy: PolicyMaker,
         lower: Sequence[TierName] = (TierName.NVME,),
     ) -> None:
         self.facts = facts
@@ -50,7 +43,7 @@ class Residency:
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
         self._make_policy = make_policy
-        self._policy = make_policy()
+        self.policy = make_policy(IndexedBlocks(self.index, facts))
         self._trash: list[PrefixIndex] = []
 
     # --------------------------------------------------------------------------------- leasing
@@ -87,7 +80,7 @@ class Residency:
             places, cut = places[:room], Cut.PIN_LIMIT
         rows = rows[: len(places)]
         self.tier.pin_for_lease(places[places >= 0])
-        self.touch(rows, now)
+        self.note_use(rows, now)
         return LeasedSlice(rows, places, cut)
 
     def straight_rows(
@@ -102,17 +95,27 @@ class Residency:
         return (rows[:straight], Cut.MISS) if straight < len(rows) else (rows, cut)
 
     def touch(self, rows: Rows, now: float) -> None:
-        """These blocks, in chain order, were used."""
+        """These blocks, in chain order, were used, by no request for them."""
+        self.note_use(rows, now)
+        self.keep(rows, now)
+
+    def note_request(self, places: Places, hashes: Sequence[BlockHash], now: float) -> None:
+        """A request asked for this chain; these are the places of its leading blocks, which
+        `note_use` was told of."""
+        ready = np.flatnonzero(self.tier.is_ready(places))
+        count = int(ready[-1]) + 1 if len(ready) else 0
+        self.policy.on_request(self.tier.row[places[ready]], keys_of(hashes, count), now)
+
+    def note_use(self, rows: Rows, now: float) -> None:
         index = self.index
         index.uses[rows] += index.uses[rows] < USES_MAX
         for columns in index.lower.values():
             columns.flags[rows] |= RowFlag.HOT
         index.used_at[rows] = now
-        self._policy.on_touch(rows[self.tier.is_ready(index.place[rows])], now)
 
     def keep(self, rows: Rows, now: float) -> None:
         """These blocks will be used soon: not those to evict first."""
-        self._policy.on_touch(rows[self.tier.is_ready(self.index.place[rows])], now)
+        self.policy.on_touch(rows[self.tier.is_ready(self.index.place[rows])], now)
 
     def presence(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """Of each block by itself where it is; the counts are of the leading run."""
@@ -215,9 +218,9 @@ class Residency:
         self.tier.commit(places, rows)
         self.tier.summed[places] = True
         self.index.enter_memory(rows)
-        self._policy.on_insert(rows, now)
+        self.policy.on_insert(rows, now)
         for row in rows[self.index.memory_children[rows] == 0].tolist():
-            self._policy.on_leaf(row)
+            self.policy.on_leaf(row)
         return rows
 
     def abort_promotion(self, places: Places) -> None:
@@ -236,12 +239,12 @@ class Residency:
         self.index.place[rows] = places
         self.index.enter_memory(rows)
         self.index.used_at[rows] = now
-        self._policy.on_insert(rows, now)
+        self.policy.on_insert(rows, now)
 
     def announce_leaves(self, places: Places) -> None:
         rows = self.tier.row[places[self.tier.is_ready(places)]]
         for row in rows[self.index.memory_children[rows] == 0].tolist():
-            self._policy.on_leaf(row)
+            self.policy.on_leaf(row)
 
     # -------------------------------------------------------------------------------- evicting
 
@@ -252,7 +255,7 @@ class Residency:
         """
         hashes: list[BlockHash] = []
         places: list[int] = []
-        for row in self._policy.nominate(count, self._verdict):
+        for row in self.policy.nominate(count, self._verdict):
             hashes.append(self._hash(row))
             places.append(int(self.index.place[row]))
             self._leave_memory(row)
@@ -287,7 +290,7 @@ class Residency:
 
     def end_user_session(self, hashes: Sequence[BlockHash]) -> bool:
         rows = self.index.rows(hashes)
-        return self._policy.on_session_end(rows[self.tier.is_ready(self.index.place[rows])])
+        return self.policy.on_session_end(rows[self.tier.is_ready(self.index.place[rows])])
 
     # --------------------------------------------------------------------------------- voiding
 
@@ -327,7 +330,7 @@ class Residency:
         self.tier.void_all()
         self._trash.append(self.index)
         self.index = self._make_index()
-        self._policy = self._make_policy()
+        self.policy = self._make_policy(IndexedBlocks(self.index, self.facts))
         self.epoch = epoch
         self.void_count += 1
         return voided_count
@@ -344,7 +347,7 @@ class Residency:
             lost.from_memory.extend(self.hashes_of(left[self.tier.is_ready(index.place[left])]))
             places = index.place[rows]
             # The policy knows of no others: what never was in memory has no row there.
-            self._policy.on_remove(rows[self.tier.is_ready(places)].tolist())
+            self.policy.on_remove(rows[self.tier.is_ready(places)].tolist())
             self.tier.void(places[places != NOBODY])
             for tier, columns in index.lower.items():
                 slots = columns.slot[rows]
@@ -439,9 +442,9 @@ class Residency:
         rows = self.index.insert_run(list(run.hashes), parent=run.parent_row, places=mine)
         self.tier.commit(mine, rows)
         self.index.used_at[rows] = now
-        self._policy.on_insert(rows, now)
+        self.policy.on_insert(rows, now)
         last = int(rows[-1])
-        self._policy.on_leaf(last)
+        self.policy.on_leaf(last)
         run.hashes.clear()
         run.parent_row = last
 
@@ -464,14 +467,14 @@ class Residency:
     def _leave_memory(self, row: int) -> None:
         """The block's READY replica in memory goes; the caller ends it in the tier."""
         parent = self.index.leave_memory(row)
-        self._policy.on_remove([row])
+        self.policy.on_remove([row])
         if not self.index.is_lower(row):
             if self.index.is_leaf(row):
                 self.index.remove(row)
             else:
                 self.index.doom(row)
         if parent is not None and self.is_in_memory(parent):
-            self._policy.on_leaf(parent)
+            self.policy.on_leaf(parent)
 
     def named(self, rows: Rows) -> tuple[list[BlockHash], list[BlockHash | None]]:
         """The hashes of these resident blocks, and those of their parents."""

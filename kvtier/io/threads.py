@@ -24,6 +24,10 @@ class IoThreads(Executor):
         self._threads: list[threading.Thread] = []
         self._closed = False
 
+    @property
+    def count(self) -> int:
+        return self._count
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Raises RuntimeError when `waiting_max` calls wait already, or after `shutdown`."""
         done: Future[Any] = Future()

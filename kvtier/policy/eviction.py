@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.int32]
+# What a block is known by when it has no row: equal for equal prefixes, 64 bits of its hash.
+Keys = npt.NDArray[np.uint64]
 
 
 class Evictable(Enum):
@@ -25,15 +27,33 @@ class Evictable(Enum):
     INNER = auto()  # It has children; `on_leaf` will tell when that changes.
 
 
+class Blocks(Protocol):
+    """What a policy may ask of the blocks that it was told of."""
+
+    count_max: int  # How many there can be at a time.
+    block_tokens: int
+
+    def keys_of(self, rows: Rows) -> Keys: ...
+
+    def parents_of(self, rows: Rows) -> Rows:
+        """-1: it is the first of its chain."""
+        ...
+
+
 class EvictionPolicy(Protocol):
     """Contract: tests/contract/eviction_contract.py."""
+
+    def on_request(self, rows: Rows, absent: Keys, now: float, tenant: int = 0) -> None:
+        """A request asks for a chain: first the blocks in `rows`, which count as used, then those
+        of these keys, which are not here. Some or all of these are inserted soon, or none."""
+        ...
 
     def on_insert(self, rows: Rows, now: float) -> None:
         """New blocks, in chain order."""
         ...
 
     def on_touch(self, rows: Rows, now: float) -> None:
-        """Blocks that were used, in chain order."""
+        """Blocks that were used, in chain order, by nobody who has said it by `on_request`."""
         ...
 
     def on_leaf(self, row: int) -> None:
@@ -54,4 +74,21 @@ class EvictionPolicy(Protocol):
         One at a time, because evicting one may make its parent a leaf, and that the best victim of
         all: between two of them the manager evicts and tells. It runs the iterator to its end.
         """
+        ...
+
+
+PolicyMaker = Callable[[Blocks], EvictionPolicy]
+
+
+@runtime_checkable
+class LearningPolicy(Protocol):
+    """A policy that learns in the background: asked often, it says when there is work, which the
+    shell does elsewhere and hands back."""
+
+    def begin_refit(self) -> Callable[[], object] | None:
+        """Work on a copy of what was seen, now that it is due; pure, of any thread."""
+        ...
+
+    def end_refit(self, result: object) -> None:
+        """What that work has come to."""
         ...

@@ -11,14 +11,11 @@ a touch costs no heap operation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.policy.eviction import Evictable
-
-Rows = npt.NDArray[np.int32]
+from kvtier.policy.eviction import Blocks, Evictable, Keys, Rows
 
 _NEVER = -np.inf
 _GONE = np.nan
@@ -27,12 +24,16 @@ _GONE = np.nan
 class LruPolicy:
     """Invariant: every leaf that was announced and not removed has an entry in the heap."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        """Asks nothing of the blocks."""
         self._used_at = np.full(0, _GONE)
         self._in_heap = np.zeros(0, dtype=np.bool_)
         # Has an entry for NEVER: pushed once, however often the sessions of a prefix end.
         self._in_front = np.zeros(0, dtype=np.bool_)
         self._heap: list[tuple[float, int]] = []
+
+    def on_request(self, rows: Rows, absent: Keys, now: float, tenant: int = 0) -> None:
+        self.on_touch(rows, now)
 
     def on_insert(self, rows: Rows, now: float) -> None:
         self._make_room(int(rows.max()) + 1 if len(rows) else 0)
@@ -61,8 +62,23 @@ class LruPolicy:
             self._push(_NEVER, row)  # The old entry will be found stale.
         return True
 
-    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
+    def nominate(
+        self, count: int, may_evict: Callable[[int], Evictable]
+    ) -> Generator[int, None, None]:
         kept: list[tuple[float, int]] = []
+        try:
+            yield from self._leaves(count, may_evict, kept)
+        finally:
+            for used_at, row in kept:
+                if np.isnan(self._used_at[row]):
+                    self._in_heap[row] = False
+                else:
+                    self._push(used_at, row)
+
+    def _leaves(
+        self, count: int, may_evict: Callable[[int], Evictable], kept: list[tuple[float, int]]
+    ) -> Iterator[int]:
+        """Adds to `kept` what it has taken out of the heap and does not know to be gone."""
         seen: set[int] = set()
         while self._heap and count > 0:
             used_at, row = heapq.heappop(self._heap)
@@ -86,11 +102,6 @@ class LruPolicy:
             if verdict is Evictable.YES:
                 count -= 1
                 yield row
-        for used_at, row in kept:
-            if np.isnan(self._used_at[row]):
-                self._in_heap[row] = False
-            else:
-                self._push(used_at, row)
 
     def _push(self, used_at: float, row: int) -> None:
         heapq.heappush(self._heap, (used_at, row))

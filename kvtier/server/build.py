@@ -23,7 +23,6 @@ from kvtier.core.settings import PIN_FRACTION_MAX
 from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.metrics.asked import NAMES_MAX
-from kvtier.policy.lru import LruPolicy
 from kvtier.pools.cxl import CxlMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
@@ -53,6 +52,8 @@ from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.owed_clears import OwedClears
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
+from kvtier.server.policies import policy_named
+from kvtier.server.refitting import Refitting
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
 from kvtier.server.remote_report import RemoteReport
@@ -82,6 +83,7 @@ class Parts:
     pool: DramPool
     slabs: SlabKeeper
     mover: Mover
+    refitting: Refitting
     cxl: CxlKeeper | None
     remote: RemoteKeeper | None
     search: RemoteSearch | None
@@ -139,6 +141,7 @@ class _Builder:
         self.tokens = Tokens()
         self._make_memory(epochs)
         self.mover = Mover(self.pool, self.core, self.base.metrics)
+        self.refitting = Refitting(self.core)
         self._make_lower(lower, epochs)
         self.watch = WatchHub(
             watchers_max=config.server.watchers_max,
@@ -258,6 +261,7 @@ class _Builder:
             pool=self.pool,
             slabs=self.slabs,
             mover=self.mover,
+            refitting=self.refitting,
             cxl=self.cxl,
             remote=self.remote,
             search=self.search,
@@ -285,6 +289,7 @@ class _Builder:
             ins.WithdrawSlab: slabs.on_withdraw,
             ins.DropSlabs: slabs.on_drop,
             ins.ComputeChecksums: self.mover.on_compute_checksums,
+            ins.Refit: self.refitting.on_refit,
             ins.LeaseReady: self.leasing.on_ready,
             ins.RequestQuiet: sessions.on_request_quiet,
             ins.AcknowledgeQuiet: sessions.on_acknowledge_quiet,
@@ -447,7 +452,7 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
             leases_per_session_max=lease.per_session_max,
             lower=lower_settings(config, paths),
         ),
-        make_policy=LruPolicy,
+        make_policy=policy_named(dram.policy),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,16 @@ from kvtier.core.instructions import (
 from kvtier.errors import ConfigError
 from kvtier.server.base import Base
 from kvtier.server.kv_ledger import PART_COUNT, Ledger, Part
-from kvtier.server.kv_wire import PLACE_OF, Cleared, Event, Removed, Stored, WireForm, weight_of
+from kvtier.server.kv_wire import (
+    PLACE_OF,
+    Cleared,
+    Event,
+    Removed,
+    Stored,
+    WireForm,
+    WirePlace,
+    weight_of,
+)
 from kvtier.server.threads import call_soon
 from kvtier.types import BlockHash, NamespaceId
 
@@ -144,16 +153,32 @@ class KvEvents:
         self._go_on(topic, self._rounds[topic], self._all_of(topic))
 
     def _all_of(self, topic: bytes) -> Iterator[list[Event]]:
-        """What the topic's namespaces have, a part at a time; changes meanwhile are announced
-        beside it, and those are later."""
+        """What the topic's namespaces have, so much at a time that little is read between two
+        pauses; changes meanwhile are announced beside it, and those are later."""
+        events: list[Event] = []
+        read = count = 0  # Parts and blocks since the last pause.
         for namespace in self._of_topic(topic):
-            block_tokens = self._namespaces.get(namespace).spec.block_tokens
+            found: dict[WirePlace, list[bytes]] = {}
             for number in range(PART_COUNT):
-                yield [
-                    Stored(tuple(hashes[first : first + ALONE_BLOCKS]), None, block_tokens, place)
-                    for place, hashes in self._ledgers[namespace].blocks(number)
-                    for first in range(0, len(hashes), ALONE_BLOCKS)
-                ]
+                for place, hashes in self._ledgers[namespace].blocks(number):
+                    found.setdefault(place, []).extend(hashes)
+                    count += len(hashes)
+                read += 1
+                if count >= ALONE_BLOCKS or read >= PART_COUNT:
+                    yield [*events, *self._alone(namespace, found)]
+                    events, found, read, count = [], {}, 0, 0
+            events += self._alone(namespace, found)
+        yield events
+
+    def _alone(
+        self, namespace: NamespaceId, found: Mapping[WirePlace, Sequence[bytes]]
+    ) -> list[Event]:
+        block_tokens = self._namespaces.get(namespace).spec.block_tokens
+        return [
+            Stored(tuple(hashes[first : first + ALONE_BLOCKS]), None, block_tokens, place)
+            for place, hashes in found.items()
+            for first in range(0, len(hashes), ALONE_BLOCKS)
+        ]
 
     def _go_on(self, topic: bytes, round_number: int, parts: Iterator[list[Event]]) -> None:
         if topic in self._stale or round_number != self._rounds[topic]:

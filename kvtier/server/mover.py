@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 # One hop to the thread and back costs as much as summing a small block: many go together.
 CHECKSUM_BATCH_SLOTS = 64
+# Of large blocks less: what has its checksum can go to a tier below while the next is summed.
+CHECKSUM_BATCH_BYTES = 8 << 20
 COPY_THREADS = 2
 # Checksums can wait: the engines' cores come first.
 CHECKSUM_NICENESS = 10
@@ -90,14 +92,22 @@ class Mover:
         await asyncio.sleep(CHECKSUM_DELAY_SECONDS)
         while self._waiting:
             asked = self._waiting.popleft()
-            for first in range(0, len(asked.slots), CHECKSUM_BATCH_SLOTS):
-                slots = asked.slots[first : first + CHECKSUM_BATCH_SLOTS]
+            batch_count = self._batch_count(asked)
+            for first in range(0, len(asked.slots), batch_count):
+                slots = asked.slots[first : first + batch_count]
                 views = [self._pool.views(slot) for slot in slots.tolist()]
                 sums = await loop.run_in_executor(self._checksum_thread, block_checksums, views)
                 self.waiting_count -= len(slots)
                 self._metrics.blocks.checksummed_blocks.inc(len(slots))
                 self._core.post(ChecksumsComputed(asked.namespace, slots, sums))
         self._is_summing = False
+
+    def _batch_count(self, asked: ComputeChecksums) -> int:
+        """How many of these slots go together; they are of one namespace."""
+        if not len(asked.slots):
+            return 1
+        block_bytes = sum(view.nbytes for view in self._pool.views(int(asked.slots[0])))
+        return max(1, min(CHECKSUM_BATCH_SLOTS, CHECKSUM_BATCH_BYTES // block_bytes))
 
     async def _copy(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._copy_threads, work)

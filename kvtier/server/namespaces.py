@@ -126,6 +126,7 @@ class Namespaces:
                     shard_bytes=spec.shard_bytes,
                     fingerprint=fingerprint,
                     chained=spec.chained,
+                    block_tokens=spec.block_tokens,
                 )
             )
             self._by_id[opened.id] = opened

@@ -108,7 +108,10 @@ class HolderParking:
             self._become_owner()
         except OSError as error:
             self._connection.close()
-            raise ParkingFailed(f"no holder answers at {path}: {error}") from None
+            raise ParkingFailed(
+                f"no holder answers at {path} ({error}): start `kvtier hold {path}` first, then "
+                "the daemon; it asks once"
+            ) from None
         except ParkingFailed:
             self._connection.close()
             raise

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
 from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
 from kvtier.errors import Unavailable
-from kvtier.io.checksum import block_checksums
 from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.dram import DramPool
 from kvtier.pools.remote.blocks import BlockViews, Ending, RemoteBlocks, RemoteLayout
@@ -216,14 +215,10 @@ class RemoteKeeper:
     async def _promote(self, asked: Promote, blocks: Sequence[BlockViews]) -> None:
         space = self._spaces[asked.namespace]
         with self._base.metrics.remote.transfer_seconds["promote"].time():
-            endings = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
+            got = await space.blocks.get(blocks, timeout_seconds=self._parts.timeout_seconds)
         faults = dict.fromkeys(FrameFault, TransferOutcome.CORRUPT)
-        outcomes = _outcomes(endings, _GONE | faults)
-        views = [one.shards for one in blocks]
-        checksums = await asyncio.get_running_loop().run_in_executor(
-            self._parts.threads, block_checksums, views
-        )
-        self._end(asked, "promote", outcomes, checksums)
+        outcomes = _outcomes(got.endings, _GONE | faults)
+        self._end(asked, "promote", outcomes, np.array(got.checksums, np.uint64))
 
     def _end(
         self,

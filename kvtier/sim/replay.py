@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.policy.eviction import Evictable, EvictionPolicy
+from kvtier.policy.eviction import (
+    Evictable,
+    EvictionPolicy,
+    Keys,
+    LearningPolicy,
+    PolicyMaker,
+    Rows,
+)
 from kvtier.sim.traces import Blocks, Trace
 
 # Requests of one moment come one after the other all the same.
@@ -37,13 +44,32 @@ def leading_count(resident: npt.NDArray[np.bool_], blocks: Blocks) -> int:
     return first if absent[first] else len(blocks)
 
 
-def replay_policy(trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> ReplayResult:
-    """The policy knows blocks by their number in the trace."""
+class TracedBlocks:
+    """What a policy may ask: it knows blocks by their number in the trace."""
+
+    def __init__(self, trace: Trace, capacity_blocks: int) -> None:
+        self._parent = trace.parent
+        self.count_max, self.block_tokens = capacity_blocks, trace.block_tokens
+
+    def keys_of(self, rows: Rows) -> Keys:
+        return rows.astype(np.uint64)
+
+    def parents_of(self, rows: Rows) -> Rows:
+        return self._parent[rows]
+
+
+def replay_policy(trace: Trace, make_policy: PolicyMaker, capacity_blocks: int) -> ReplayResult:
+    policy = make_policy(TracedBlocks(trace, capacity_blocks))
     tier = _Tier(trace, policy, capacity_blocks)
+    learning = policy if isinstance(policy, LearningPolicy) else None
     now = -np.inf
     for request in trace.requests:
         now = max(request.at, now + APART_SECONDS)
-        tier.use(request.blocks, now)
+        tier.use(request.blocks, now, request.tenant)
+        if learning is not None:
+            work = learning.begin_refit()
+            if work is not None:
+                learning.end_refit(work())
     return ReplayResult(trace.access_count, tier.hit_count)
 
 
@@ -55,12 +81,11 @@ class _Tier:
         self._policy, self._capacity = policy, capacity_blocks
         self._count = self.hit_count = 0
 
-    def use(self, blocks: Blocks, now: float) -> None:
+    def use(self, blocks: Blocks, now: float, tenant: int) -> None:
         count = leading_count(self._resident, blocks)
         self.hit_count += count
-        if count:
-            self._policy.on_touch(blocks[:count], now)
         fresh = blocks[count:]
+        self._policy.on_request(blocks[:count], fresh.astype(np.uint64), now, tenant)
         if len(fresh):
             self._insert(fresh, now)
         excess = self._count - self._capacity

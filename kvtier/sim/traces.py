@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class TracedRequest:
     input_tokens: int
     output_tokens: int
     blocks: Blocks
+    tenant: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +55,7 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Raises BadRequest that names the line and what is wrong with it."""
     lines = _lines(path)
-    try:
-        number, header = next(lines)
-    except StopIteration:
-        raise BadRequest(f"{path} is empty: a trace begins with its header") from None
-    with _named(path, number):
-        if header["kvtrace"] != FORMAT:
-            raise BadRequest(f"a trace of form {header['kvtrace']}: this reads form {FORMAT}")
-        if header.get("scope") != "global":
-            raise BadRequest(f"its blocks are numbered by {header.get('scope')}, not globally")
-        block_tokens, unit = int(header["block_tokens"]), _SECONDS_IN[header["time_unit"]]
-        if block_tokens < 1:
-            raise BadRequest(f"blocks of {block_tokens} tokens")
+    header, block_tokens, unit = _header(path, lines, "global")
     found = []
     for number, line in lines:
         with _named(path, number):
@@ -74,6 +64,73 @@ def read_trace(path: Path) -> Trace:
             found.append(TracedRequest(at, int(line["in"]), int(line["out"]), chain))
     found.sort(key=lambda one: one.at)
     return _renumbered(str(header.get("name", path.stem)), block_tokens, found)
+
+
+def read_sessions(path: Path, block_tokens: int, span_seconds: float, *, seed: int) -> Trace:
+    """Sessions that have no common clock, laid on one: each begins at a drawn time of the span.
+
+    `block_tokens`: a multiple of the file's own. Raises BadRequest like `read_trace`.
+    """
+    lines = _lines(path)
+    header, own_tokens, unit = _header(path, lines, "session")
+    if block_tokens % own_tokens:
+        raise BadRequest(
+            f"blocks of {block_tokens} tokens: {path} needs a multiple of {own_tokens}"
+        )
+    step = block_tokens // own_tokens
+    chance = np.random.default_rng(seed)
+    found, first = [], 0
+    for number, line in lines:
+        with _named(path, number):
+            begin = float(chance.uniform(0.0, span_seconds))
+            last = first
+            for at, tokens_in, tokens_out, *_, runs in line["r"]:
+                # A larger block is known by the hash that it ends with.
+                chain = _expanded(runs)[: int(tokens_in) // own_tokens][step - 1 :: step] + first
+                last = max(last, int(chain.max(initial=0)))
+                one = TracedRequest(begin + at * unit, int(tokens_in), int(tokens_out), chain)
+                found.append(one)
+            first = last + 1
+    found.sort(key=lambda one: one.at)
+    return _renumbered(str(header.get("name", path.stem)), block_tokens, found)
+
+
+def between(trace: Trace, begin: float, end: float) -> Trace:
+    """The requests of some seconds, from second 0 on."""
+    mine = [replace(one, at=one.at - begin) for one in trace.requests if begin <= one.at < end]
+    return _renumbered(trace.name, trace.block_tokens, mine)
+
+
+def mixed(name: str, traces: Sequence[Trace]) -> Trace:
+    """Several tenants that share no block."""
+    if len({one.block_tokens for one in traces}) != 1:
+        raise BadRequest("traces with blocks of different sizes cannot share a cache")
+    found, first = [], 0
+    for tenant, trace in enumerate(traces):
+        shift = np.int32(first)
+        found += [replace(one, blocks=one.blocks + shift, tenant=tenant) for one in trace.requests]
+        first += trace.unique_count
+    found.sort(key=lambda one: one.at)
+    return _renumbered(name, traces[0].block_tokens, found)
+
+
+def _header(
+    path: Path, lines: Iterator[tuple[int, dict[str, Any]]], scope: str
+) -> tuple[dict[str, Any], int, float]:
+    """The header, how many tokens a block has, and how many seconds a unit of time."""
+    try:
+        number, header = next(lines)
+    except StopIteration:
+        raise BadRequest(f"{path} is empty: a trace begins with its header") from None
+    with _named(path, number):
+        if header["kvtrace"] != FORMAT:
+            raise BadRequest(f"a trace of form {header['kvtrace']}: this reads form {FORMAT}")
+        if header.get("scope") != scope:
+            raise BadRequest(f"its blocks are numbered by {header.get('scope')}, not by {scope}")
+        block_tokens, unit = int(header["block_tokens"]), _SECONDS_IN[header["time_unit"]]
+        if block_tokens < 1:
+            raise BadRequest(f"blocks of {block_tokens} tokens")
+    return header, block_tokens, unit
 
 
 def _renumbered(name: str, block_tokens: int, requests: list[TracedRequest]) -> Trace:
@@ -93,7 +150,7 @@ def _renumbered(name: str, block_tokens: int, requests: list[TracedRequest]) -> 
             block = int(known[mine[int(np.flatnonzero(strangers)[0])]])
             raise BadRequest(f"{name}: block {block} has two parents: it cannot stand for a prefix")
         parent[mine], seen[mine] = before, True
-        renumbered.append(TracedRequest(one.at, one.input_tokens, one.output_tokens, mine))
+        renumbered.append(replace(one, blocks=mine))
     return Trace(name, block_tokens, tuple(renumbered), parent)
 
 

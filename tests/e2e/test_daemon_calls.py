@@ -34,6 +34,7 @@ def daemon() -> Iterator[RunningDaemon]:
         "lease.grace_seconds": "0.1",
         "grpc.tcp": "127.0.0.1:0",
         "server.watch_events_max": "16",
+        "dram.policy": "curves",  # The default is what the other daemons have.
     }
     # A slab for each test's namespace.
     with running_daemon(dram_bytes="192MiB", slab_bytes="2MiB", options=options) as running:

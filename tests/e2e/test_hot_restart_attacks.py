@@ -16,28 +16,35 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.client import Client
 from kvtier.io.memory import create_memfd
+from kvtier.server.holder import close_all
 from kvtier.server.inventory import HALF_BYTES
 from kvtier.server.keeping import INVENTORY, TABLE, TRIES_MAX
 from kvtier.server.parking import HolderParking
+from kvtier.types import Role
 from tests.support.daemon import DaemonFailed, RunningDaemon, running_daemon
 from tests.support.hot_restart import (
     COUNT,
     OPTIONS,
+    PATIENT,
     TAKEN_OVER,
     check,
     end,
     kept_daemon,
     kill,
+    matched,
     running_holder,
     wait_mapped,
     wait_matched,
 )
+from tests.support.known_blocks import chain_hashes
+from tests.support.kv_subscriber import Subscriber
 from tests.support.nvme_daemon import make_pool, wait_state
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.torture]
+pytestmark = [pytest.mark.slow, pytest.mark.torture, pytest.mark.timeout(600)]
 
 CHAINS = [f"chain {number}" for number in range(4)]
 
@@ -85,9 +92,12 @@ def begin_start(daemon: RunningDaemon) -> subprocess.Popen[bytes]:
 
 def kill_in_start(daemon: RunningDaemon, seconds: float) -> None:
     """kill -9 of a life that is `seconds` old."""
-    with begin_start(daemon) as process:
+    process = begin_start(daemon)
+    try:
         time.sleep(seconds)
+    finally:
         process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("kill_count", [TRIES_MAX - 1, 2 * TRIES_MAX])
@@ -166,8 +176,8 @@ def test_both_killed_at_once_cost_all_blocks_and_nothing_else(
 # ------------------------------------------------------------------------------- what was kept
 
 
-def garble(fd: int, length: int, chance: random.Random) -> None:
-    for _ in range(64):
+def garble(fd: int, length: int, chance: random.Random, count: int = 64) -> None:
+    for _ in range(count):
         os.pwrite(fd, chance.randbytes(16), chance.randrange(max(1, length)))
 
 
@@ -270,14 +280,43 @@ def test_what_was_kept_and_is_not_right_is_a_miss_and_told_in_the_log(
         kept = place.take_all()
         harm(kept, place)
         place.close()
-        for fd in kept.values():
-            os.close(fd)
+        close_all(list(kept.values()))
         daemon.start()
         eventually(lambda: line in daemon.log_text, line)
         assert hits_min <= read(engine) <= hits_max
         check_goes_on(daemon, engine)
         daemon.restart()
         wait_matched(daemon, "afterwards")
+
+
+def test_what_is_announced_after_a_restart_is_what_can_be_fetched(
+    holder: HolderProcess, engines: Engines
+) -> None:
+    folder = holder.path.parent
+    binds = (f"ipc://{folder}/events", f"ipc://{folder}/replay")
+    options = {"kv_events.bind": binds[0], "kv_events.replay_bind": binds[1]}
+    with kept_daemon(holder, options) as daemon:
+        fill(engines.start(daemon.socket))
+        daemon.kill()
+        place = HolderParking(holder.path)
+        kept = place.take_all()
+        garble(kept[TABLE], 128 * ALL, random.Random(2), count=12)
+        place.close()
+        close_all(list(kept.values()))
+        daemon.start()
+        eventually(lambda: TAKEN_OVER in daemon.log_text, "it is read")
+        with Client(daemon.socket, role=Role.TOOL, settings=PATIENT) as client:
+            counts = {label: matched(client, label) for label in CHAINS}
+        fetched = {one for label, count in counts.items() for one in chain_hashes(label, count)}
+        assert 0 < len(fetched) < ALL
+        with Subscriber(*binds) as reader:
+
+            def are_the_same() -> bool:
+                reader.next_of.clear()
+                reader.ask_replay(0)
+                return reader.books["CPU", "LOCAL"] == fetched
+
+            eventually(are_the_same, "what is announced is what is there")
 
 
 # ------------------------------------------------------------------------------ two, or another

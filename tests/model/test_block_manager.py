@@ -28,6 +28,7 @@ CONFIG = ManagerConfig(
     slab_count_max=6,
     stock_divisor=1,
     slice_blocks=1,
+    lease_slice_blocks=1,
     evict_slice_blocks=1,
     swept_slice_blocks=1,
     idle_seconds=100.0,

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvtier.policy.eviction import Evictable
+from kvtier.policy.curves import CurvesPolicy
+from kvtier.policy.eviction import Evictable, EvictionPolicy
 from kvtier.policy.lru import LruPolicy
 from tests.support.machines import machine_settings
+from tests.support.policy_blocks import FakeBlocks
 
 picks = st.integers(0, 63)
 
@@ -17,9 +19,12 @@ picks = st.integers(0, 63)
 class EvictionPolicyMachine(RuleBasedStateMachine):
     """A forest of blocks; every nomination must be the leaf with the oldest time, lowest row."""
 
+    def make_policy(self) -> EvictionPolicy:
+        return LruPolicy()
+
     @initialize()
     def start(self) -> None:
-        self.policy = LruPolicy()
+        self.policy = self.make_policy()
         self.now = 0.0
         self.used_at: dict[int, float] = {}
         self.parent: dict[int, int | None] = {}
@@ -118,6 +123,16 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
         return min(leaves)[1] if leaves else None
 
 
+class OneClassMachine(EvictionPolicyMachine):
+    """Curves that know one class only are LRU, to the block."""
+
+    def make_policy(self) -> EvictionPolicy:
+        return CurvesPolicy(FakeBlocks(), features=False)
+
+
 TestLruPolicy = EvictionPolicyMachine.TestCase
 TestLruPolicy.settings = machine_settings(examples=60, steps=40)
 TestLruPolicy.pytestmark = [pytest.mark.slow, pytest.mark.full_form]
+TestOneClass = OneClassMachine.TestCase
+TestOneClass.settings = machine_settings(examples=60, steps=40)
+TestOneClass.pytestmark = [pytest.mark.slow, pytest.mark.full_form]

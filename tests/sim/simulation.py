@@ -37,6 +37,7 @@ CONFIG = ManagerConfig(
     slab_count_max=8,
     stock_divisor=1,
     slice_blocks=4,
+    lease_slice_blocks=4,
     evict_slice_blocks=4,
     swept_slice_blocks=4,
     idle_seconds=20.0,

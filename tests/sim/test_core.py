@@ -8,6 +8,9 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
+from kvtier.policy.arc import ArcPolicy
+from kvtier.policy.curves import CurvesPolicy
+from kvtier.policy.eviction import PolicyMaker
 from kvtier.policy.lru import LruPolicy
 from kvtier.types import Cut
 from tests.sim.simulation import Hits, Simulation
@@ -29,6 +32,12 @@ def simulate(seed: int) -> Hits:
 @pytest.mark.parametrize("seed", sim_seeds(SEEDS))
 def test_right_bytes_or_a_miss_and_no_slot_lost(seed: int) -> None:
     simulate(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_policy", [CurvesPolicy, ArcPolicy])
+def test_other_policies_lose_no_slot_either(make_policy: PolicyMaker) -> None:
+    Simulation(3, lambda config: BlockManager(config, make_policy=make_policy)).run()
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.memory import Bytes
-from kvtier.pools.remote.engine import Health, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply
+
+PACE = Pace(call_bytes=8 << 20, calls_at_once=2)
 
 
 @dataclass(slots=True)
@@ -41,6 +43,10 @@ class FakeRemote:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def pace(self) -> Pace:
+        return PACE
 
     async def put(
         self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float

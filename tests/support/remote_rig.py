@@ -98,13 +98,16 @@ class RemoteRig:
             BlockViews(hash_of(number), self._split(place))
             for number, place in zip(numbers, places, strict=True)
         ]
-        endings = await self.blocks.get(blocks, timeout_seconds=timeout_seconds)
-        for number, place, ending in zip(numbers, places, endings, strict=True):
-            if ending is RemoteOutcome.DONE and not np.array_equal(
-                place, bf16_block(self.payload_bytes, number)
-            ):
+        got = await self.blocks.get(blocks, timeout_seconds=timeout_seconds)
+        found = zip(numbers, places, got.endings, got.checksums, strict=True)
+        for number, place, ending, checksum in found:
+            if ending is not RemoteOutcome.DONE:
+                assert checksum == 0, f"block {number} did not come, and has a checksum"
+                continue
+            if not np.array_equal(place, bf16_block(self.payload_bytes, number)):
                 raise WrongBytes(f"block {number}")
-        return endings
+            assert checksum == block_checksum(self._split(place)), f"block {number}"
+        return got.endings
 
     async def close(self) -> None:
         await self.breaking.close()

@@ -257,10 +257,11 @@ class VirtualEngine:
 
     def _note(self, run: Run, batch_count: int) -> None:
         tables = self.scheduler.block_tables()
-        held = {block for table, _ in tables for block in table}
+        pool = self.scheduler.pool
+        held_count = pool.block_count - pool.free_count - self.scheduler.kept_block_count
         run.step_count += 1
         run.batch_sum += batch_count
-        run.held_sum += len(held)
+        run.held_sum += held_count
         run.table_sum += sum(len(table) for table, _ in tables)
         run.slot_sum += self.config.block_tokens * sum(len(table) for table, _ in tables)
         run.tail_sum += sum(

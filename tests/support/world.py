@@ -390,6 +390,9 @@ class World:
                 self.turns.append((done.event, on_outcome))
             case ins.ComputeChecksums():
                 self.checksums.append(done)
+            case ins.Refit():
+                event = ev.Refitted(done.namespace, done.epoch, done.work())
+                self.turns.append((event, None))
             case ins.OfferSlab() | ins.WithdrawSlab() | ins.RequestQuiet() | ins.RecallSlots():
                 self.mail[done.session].append(done)
             case ins.BindSlabs():

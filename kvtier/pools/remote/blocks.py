@@ -5,14 +5,15 @@ This is what the daemon uses. A block goes out as a copy that is ours (its slot 
 comparisons, the codec and the checksum of its payload. What differs anywhere is a miss with its
 reason, counted; the destination then holds rubbish, and must not be committed.
 
-Batches go in groups: while one is on the link the next is encoded, or the last is decoded.
+Batches go in groups, as large as the engine likes them (`Pace`), or of 8 MiB where a codec works:
+while one is on the link the next is encoded, or the last is decoded.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -35,15 +36,15 @@ from kvtier.pools.remote.frame import (
     HEADER_BYTES,
     BlockShape,
     FrameFault,
+    FrameHeader,
     read_header,
     write_header,
 )
 from kvtier.pools.remote.keys import block_key
 from kvtier.types import BlockHash
 
-# What is encoded while its predecessor is on the link. Smaller groups overlap better, larger ones
-# make fewer calls.
-GROUP_BYTES = 8 << 20
+# A codec may take as long as the link: what nothing hides, the first or the last group, is small.
+CODED_GROUP_BYTES = 8 << 20
 # No encoding is longer than the payload by more than this.
 ENCODED_SLACK_BYTES = 4096
 
@@ -119,6 +120,14 @@ class BlockViews:
     checksum: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Got:
+    """One of each a block. `checksums` of the payloads as they have arrived; 0 of one not DONE."""
+
+    endings: list[Ending]
+    checksums: list[int]
+
+
 class RemoteBlocks:
     """All methods belong to one event loop; long work goes to the threads."""
 
@@ -141,7 +150,10 @@ class RemoteBlocks:
         self._threads = threads
         self._clock = clock
         self._buffers = buffers or Buffers()
-        self._group_count = max(1, GROUP_BYTES // layout.payload_bytes)
+        self._pace = engine.pace
+        self._codec_got = CodecId.NONE  # Of the values that came last.
+        # When a call ended last, each way: several at once share the link.
+        self._sent_at, self._received_at = 0.0, 0.0
         self.puts: Counter[str] = Counter()  # By how they ended.
         self.gets: Counter[str] = Counter()
         self.codecs: Counter[str] = Counter()  # Blocks put, by codec.
@@ -153,12 +165,16 @@ class RemoteBlocks:
         self.puts.update(ending.value for ending in endings)
         return endings
 
-    async def get(self, blocks: Sequence[BlockViews], *, timeout_seconds: float) -> list[Ending]:
+    async def get(self, blocks: Sequence[BlockViews], *, timeout_seconds: float) -> Got:
         """Fill the views; those of a block that did not end DONE hold rubbish. They are written to
         until this returns, and no longer."""
-        endings = await self._get(blocks, timeout_seconds)
+        found = await self._get(blocks, timeout_seconds)
+        endings: list[Ending] = [
+            RemoteOutcome.DONE if isinstance(one, FrameHeader) else one for one in found
+        ]
         self.gets.update(ending.value for ending in endings)
-        return endings
+        checksums = [one.checksum if isinstance(one, FrameHeader) else 0 for one in found]
+        return Got(endings, checksums)
 
     async def exists(
         self, blocks: Sequence[BlockHash], *, timeout_seconds: float
@@ -186,46 +202,60 @@ class RemoteBlocks:
             return [RemoteOutcome.OFF] * len(blocks)
         deadline = self._clock.now() + timeout_seconds
         codec = CodecId(self._chooser.choose(len(blocks) * shape.payload_bytes))
-        endings: list[Ending] = []
-        sending: asyncio.Task[list[Ending]] | None = None
-        try:
-            for group in self._groups(blocks):
+        # One group after the other: what a codec takes is measured.
+        encoding, link = asyncio.Lock(), asyncio.Semaphore(self._pace.calls_at_once)
+
+        async def put(group: Sequence[BlockViews]) -> list[Ending]:
+            async with encoding:
                 await self._run_trial(group, shape)
                 frames = await self._encode_group(group, shape, codec)
-                if sending is not None:
-                    endings += await sending
-                sending = asyncio.ensure_future(self._send(group, frames, shape, deadline))
-            if sending is not None:
-                endings += await sending
-        except BaseException:
-            if sending is not None:
-                sending.cancel()
-                await asyncio.wait([sending])
-            raise
-        return endings
+            async with link:
+                return await self._send(group, frames, shape, deadline)
 
-    async def _get(self, blocks: Sequence[BlockViews], timeout_seconds: float) -> list[Ending]:
+        return _flattened(await self._overlapped(put, blocks, codec))
+
+    async def _get(
+        self, blocks: Sequence[BlockViews], timeout_seconds: float
+    ) -> list[FrameHeader | Ending]:
         shape = self._shape()
         if shape is None:
             return [RemoteOutcome.OFF] * len(blocks)
         deadline = self._clock.now() + timeout_seconds
-        endings: list[Ending] = []
-        decoding: asyncio.Task[list[Ending]] | None = None
-        try:
-            for group in self._groups(blocks):
+        decoding, link = asyncio.Lock(), asyncio.Semaphore(self._pace.calls_at_once)
+
+        async def get(group: Sequence[BlockViews]) -> list[FrameHeader | Ending]:
+            async with link:
                 values = await self._receive(group, shape, deadline)
-                if decoding is not None:
-                    endings += await decoding
-                decoding = asyncio.ensure_future(self._decode_group(group, values, shape))
-            if decoding is not None:
-                endings += await decoding
-        finally:
-            if decoding is not None and not decoding.done():
-                await finished(decoding)  # The views are the caller's again when this returns.
+            async with decoding:
+                return await self._decode_group(group, values, shape)
+
+        found = _flattened(await self._overlapped(get, blocks, self._codec_got))
         if self._epochs.current_epoch() != shape.epoch:
             # Cleared meanwhile, or nobody can tell: law 1.
-            return [FrameFault.EPOCH if one is RemoteOutcome.DONE else one for one in endings]
-        return endings
+            return [FrameFault.EPOCH if isinstance(one, FrameHeader) else one for one in found]
+        return found
+
+    async def _overlapped(
+        self,
+        work: Callable[[Sequence[BlockViews]], Awaitable[T]],
+        blocks: Sequence[BlockViews],
+        codec: CodecId,
+    ) -> list[T]:
+        """What the work gives for each group. As many are begun as can be on the link, and one."""
+        places = asyncio.Semaphore(self._pace.calls_at_once + 1)
+
+        async def run(group: Sequence[BlockViews]) -> T:
+            async with places:
+                return await work(group)
+
+        group_bytes = self._pace.call_bytes
+        if codec is not CodecId.NONE:
+            group_bytes = min(group_bytes, CODED_GROUP_BYTES)
+        size = max(1, group_bytes // self._layout.payload_bytes)
+        starts = range(0, len(blocks), size)
+        async with asyncio.TaskGroup() as tasks:
+            runs = [tasks.create_task(run(blocks[start : start + size])) for start in starts]
+        return [done.result() for done in runs]
 
     async def _encode_group(
         self, group: Sequence[BlockViews], shape: BlockShape, codec: CodecId
@@ -273,9 +303,10 @@ class RemoteBlocks:
             # Of one that did not arrive nobody knows whether a call still reads it.
             if ending is RemoteOutcome.DONE and not isinstance(frame, FrameFault):
                 self._buffers.give_back(frame)
+        began, self._sent_at = max(began, self._sent_at), self._clock.now()
         if values and all(ending is RemoteOutcome.DONE for ending in endings):
             sent = sum(frame.nbytes for _, frame in values)
-            self._chooser.note_sent(sent_bytes=sent, seconds=self._clock.now() - began)
+            self._chooser.note_sent(sent_bytes=sent, seconds=self._sent_at - began)
         return endings
 
     async def _receive(
@@ -292,8 +323,10 @@ class RemoteBlocks:
         )
         values = [reply.outcome if reply.value is None else reply.value for reply in replies]
         received = sum(value.nbytes for value in values if not isinstance(value, RemoteOutcome))
+        began, self._received_at = max(began, self._received_at), self._clock.now()
         if all(reply.value is not None for reply in replies):
-            self._chooser.note_received(received_bytes=received, seconds=self._clock.now() - began)
+            seconds = self._received_at - began
+            self._chooser.note_received(received_bytes=received, seconds=seconds)
         return values
 
     async def _decode_group(
@@ -301,7 +334,7 @@ class RemoteBlocks:
         group: Sequence[BlockViews],
         values: Sequence[Bytes | RemoteOutcome],
         shape: BlockShape,
-    ) -> list[Ending]:
+    ) -> list[FrameHeader | Ending]:
         here = [
             (one, value)
             for one, value in zip(group, values, strict=True)
@@ -314,19 +347,16 @@ class RemoteBlocks:
         seconds = self._clock.now() - began
         for _, value in here:
             self._buffers.give_back(value)
-        codecs = {found for found in opened if isinstance(found, CodecId)}
+        codecs = {found.codec for found in opened if isinstance(found, FrameHeader)}
         if len(codecs) == 1 and len(here) == len(group):
             payload = len(group) * shape.payload_bytes
-            self._chooser.note_decoded(codecs.pop(), payload_bytes=payload, seconds=seconds)
-        found = iter(opened)
-        endings: list[Ending] = []
-        for one_value in values:
-            ending = one_value if isinstance(one_value, RemoteOutcome) else next(found)
-            endings.append(RemoteOutcome.DONE if isinstance(ending, CodecId) else ending)
-        faults = [ending for ending in endings if isinstance(ending, FrameFault)]
+            self._codec_got = CodecId(codecs.pop())
+            self._chooser.note_decoded(self._codec_got, payload_bytes=payload, seconds=seconds)
+        faults = [found for found in opened if isinstance(found, FrameFault)]
         if faults:
             self._engine.note_wrong_value(faults[0].value)  # One call, one trouble.
-        return endings
+        found = iter(opened)
+        return [value if isinstance(value, RemoteOutcome) else next(found) for value in values]
 
     async def _run_trial(self, group: Sequence[BlockViews], shape: BlockShape) -> None:
         """Measure a codec that is not in use as the others are, both ways, and send nothing."""
@@ -364,15 +394,25 @@ class RemoteBlocks:
         layout = self._layout
         return BlockShape(layout.fingerprint, epoch, layout.shard_count, layout.payload_bytes)
 
-    def _groups(self, blocks: Sequence[BlockViews]) -> Iterator[Sequence[BlockViews]]:
-        for start in range(0, len(blocks), self._group_count):
-            yield blocks[start : start + self._group_count]
-
     async def _in_threads(self, works: Sequence[Callable[[], T]]) -> list[T]:
         """All of them, to their ends, even if we are cancelled: they read or write slots."""
         loop = asyncio.get_running_loop()
-        calls: list[Awaitable[T]] = [loop.run_in_executor(self._threads, work) for work in works]
-        return await finished(asyncio.gather(*calls))
+        share = -(-len(works) // self._threads.count) or 1  # A hop each would take a tenth more.
+        calls: list[asyncio.Future[list[T]]] = [
+            loop.run_in_executor(self._threads, _run_all, works[start : start + share])
+            for start in range(0, len(works), share)
+        ]
+        done: asyncio.Future[list[list[T]]] = asyncio.gather(*calls)
+        groups = await finished(done)
+        return _flattened(groups)
+
+
+def _run_all(works: Sequence[Callable[[], T]]) -> list[T]:
+    return [work() for work in works]
+
+
+def _flattened(groups: Sequence[Sequence[T]]) -> list[T]:
+    return [one for group in groups for one in group]
 
 
 def joined(shards: Sequence[Bytes]) -> Bytes:
@@ -408,8 +448,8 @@ def np_empty(count_bytes: int) -> Bytes:
     return np.empty(count_bytes, np.uint8)
 
 
-def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> CodecId | FrameFault:
-    """Fill the block's views from the value, if it is the block; its codec then."""
+def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> FrameHeader | FrameFault:
+    """Fill the block's views from the value, if it is the block; its header then."""
     header = read_header(value, shape, one.block)
     if isinstance(header, FrameFault):
         return header
@@ -425,7 +465,7 @@ def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> CodecId | Fram
         return FrameFault.CODEC
     if copied_checksum(one.shards, split(payload, shape), shape) != header.checksum:
         return FrameFault.TORN if codec is CodecId.NONE else FrameFault.CHECKSUM
-    return codec
+    return header
 
 
 def copied_checksum(targets: Sequence[Bytes], sources: Sequence[Bytes], shape: BlockShape) -> int:

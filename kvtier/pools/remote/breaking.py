@@ -18,6 +18,7 @@ from kvtier.pools.remote.breaker import Breaker, BreakerSettings, BreakerState
 from kvtier.pools.remote.engine import (
     TROUBLES,
     Health,
+    Pace,
     RemoteEngine,
     RemoteKey,
     RemoteOutcome,
@@ -49,6 +50,10 @@ class BreakingEngine:
     @property
     def name(self) -> str:
         return self._engine.name
+
+    @property
+    def pace(self) -> Pace:
+        return self._engine.pace
 
     @property
     def reading_state(self) -> BreakerState:

@@ -78,12 +78,29 @@ class Health:
     capacity_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How an engine is kept busy: what a call should carry, and how many calls at once help."""
+
+    call_bytes: int
+    calls_at_once: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.call_bytes > 0
+        assert self.calls_at_once > 0
+
+
 class RemoteEngine(Protocol):
     """One client of one remote engine."""
 
     @property
     def name(self) -> str:
         """For people: the kind and the address, without secrets."""
+        ...
+
+    @property
+    def pace(self) -> Pace:
+        """Of values; more bytes or calls are taken, but bring nothing."""
         ...
 
     async def put(

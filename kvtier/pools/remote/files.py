@@ -14,7 +14,7 @@ still higher number afterwards was late by more than one change, and takes its o
 number is never removed.
 
 The root is never made here, nor the mark: a share that is not mounted must not fill the disk below.
-Calls go through threads (aiofiles). One that hangs keeps its thread; the wait ends at its deadline.
+Calls go through threads. One that hangs keeps its thread; the wait ends at its deadline.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
     Health,
+    Pace,
     RemoteKey,
     RemoteOutcome,
     Reply,
@@ -59,6 +60,8 @@ USAGE_SECONDS = 1.0
 _FOLDER_ATTEMPTS = 3
 # Of questions about keys, in one thread: a hop takes longer than a question on a near file server.
 _KEYS_A_CALL = 64
+# Of values: each goes by its own thread, as far as there are threads.
+CALL_BYTES = 16 << 20
 # Each time it was replaced by another daemon between two calls of ours.
 _RECORD_READS_MAX = 8
 VALUES_NAME, ARRIVING_NAME, RECORDS_NAME = "values", "arriving", "records"
@@ -141,6 +144,10 @@ class FilesEngine:
     def name(self) -> str:
         return f"files:{self._root}"
 
+    @property
+    def pace(self) -> Pace:
+        return Pace(CALL_BYTES, calls_at_once=2)
+
     async def put(
         self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
@@ -195,45 +202,22 @@ class FilesEngine:
         if self._usage.used_bytes + value.nbytes > self._capacity_bytes:
             return RemoteOutcome.FULL
         self._usage.put_bytes += value.nbytes  # Taken before the first await, given back below.
+        arriving, path = self._arriving(), self._path(key)
         try:
-            return await self._put_reserved(key, value)
-        except OSError:
+            await self._in_thread(self._write_into_place, value, arriving, path)
+        except BaseException:
             self._usage.put_bytes -= value.nbytes
-            raise
-
-    async def _put_reserved(self, key: RemoteKey, value: Bytes) -> RemoteOutcome:
-        path = self._path(key)
-        arriving = await self._write_arriving(value)
-        try:
-            await self._retried_with_folder(path.parent, partial(self._rename, arriving, path))
-        except OSError:
-            await self._unlink_quietly(arriving)
             raise
         return RemoteOutcome.DONE
 
     async def _get(self, path: Path, value_bytes_max: int) -> Reply:
-        async with aiofiles.open(path, "rb", buffering=0, executor=self._threads) as file:
-            status = await self._in_thread(os.fstat, file.fileno())
-            if status.st_size > value_bytes_max:
-                return Reply(RemoteOutcome.FAILED)
-            value = self._buffers.take(status.st_size)
-            done = 0
-            while done < value.nbytes:
-                count = await file.readinto(value[done:].data)
-                if not count:
-                    return Reply(RemoteOutcome.FAILED)  # It became shorter.
-                done += count
-        if self._clock.now() > self._touched.get(path, 0.0):
-            await self._touch(path)
-        return Reply(RemoteOutcome.DONE, value)
-
-    async def _touch(self, path: Path) -> None:
-        """Eviction goes by this time. On a share that is read only nobody evicts."""
-        if len(self._touched) >= _TOUCHED_MAX:
-            self._touched.clear()
-        self._touched[path] = self._clock.now() + TOUCH_SECONDS
-        with suppress(OSError):
-            await self._in_thread(os.utime, path)
+        is_touched = self._clock.now() > self._touched.get(path, 0.0)
+        reply = await self._in_thread(self._read_value, path, value_bytes_max, is_touched)
+        if is_touched:
+            if len(self._touched) >= _TOUCHED_MAX:
+                self._touched.clear()
+            self._touched[path] = self._clock.now() + TOUCH_SECONDS
+        return reply
 
     async def _by_keys(
         self, work: Callable[[Path], object], keys: Sequence[RemoteKey], timeout_seconds: float
@@ -276,10 +260,11 @@ class FilesEngine:
         number, present = found or (0, None)
         if present != expected:
             return RemoteOutcome.LOST
-        arriving = await self._write_arriving(np.frombuffer(value, np.uint8))
-        mine = folder / f"{number + 1:010d}"
+        arriving, mine = self._arriving(), folder / f"{number + 1:010d}"
         try:
-            await self._retried_with_folder(folder, partial(self._link, arriving, mine))
+            await self._in_thread(self._write_arriving, np.frombuffer(value, np.uint8), arriving)
+            link = partial(os.link, arriving, mine)
+            await self._in_thread(self._retried_with_folder, folder, link)
         except FileExistsError:
             return RemoteOutcome.LOST
         finally:
@@ -334,37 +319,9 @@ class FilesEngine:
         except FileNotFoundError:
             return  # Nobody has counted yet.
 
-    async def _write_arriving(self, value: Bytes) -> Path:
-        """A complete file that has no place yet; on trouble nothing is left of it."""
-        path = self._root / ARRIVING_NAME / f"{self._unique}.{next(self._numbers)}"
-        try:
-            await self._retried_with_folder(path.parent, partial(self._write, path, value))
-        except OSError:
-            await self._unlink_quietly(path)
-            raise
-        return path
-
-    async def _write(self, path: Path, value: Bytes) -> None:
-        async with aiofiles.open(path, "xb", buffering=0, executor=self._threads) as file:
-            done = 0
-            while done < value.nbytes:
-                done += await file.write(value[done:].data)
-
-    async def _rename(self, source: Path, target: Path) -> None:
-        await self._in_thread(os.replace, source, target)
-
-    async def _link(self, source: Path, target: Path) -> None:
-        await self._in_thread(os.link, source, target)
-
-    async def _retried_with_folder(self, folder: Path, work: Callable[[], Awaitable[None]]) -> None:
-        """Make the folder if that is what is missing and the share is mounted; the owner may remove
-        it again while it is empty."""
-        for _ in range(_FOLDER_ATTEMPTS):
-            with suppress(FileNotFoundError):
-                return await work()
-            await self._in_thread(os.stat, self._root / MARK_NAME)
-            await self._in_thread(partial(os.makedirs, folder, exist_ok=True))
-        raise OSError(errno.EBUSY, "the folder was removed again and again", str(folder))
+    def _arriving(self) -> Path:
+        """A name for a file that has no place yet."""
+        return self._root / ARRIVING_NAME / f"{self._unique}.{next(self._numbers)}"
 
     async def _unlink_quietly(self, path: Path) -> None:
         with suppress(OSError):
@@ -400,6 +357,64 @@ class FilesEngine:
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    # What follows runs in threads: a value's calls in one, as a hop takes longer than most of them.
+
+    def _make_folder(self, folder: Path) -> None:
+        """Never the root: it may have vanished since somebody looked. Raises OSError."""
+        path = self._root
+        for name in folder.relative_to(self._root).parts:
+            path /= name
+            with suppress(FileExistsError):
+                path.mkdir()
+
+    def _write_into_place(self, value: Bytes, arriving: Path, path: Path) -> None:
+        """On trouble nothing is left of it."""
+        try:
+            self._write_arriving(value, arriving)
+            replace = partial(os.replace, arriving, path)
+            self._retried_with_folder(path.parent, replace)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(arriving)
+            raise
+
+    def _write_arriving(self, value: Bytes, arriving: Path) -> None:
+        def write() -> None:
+            with open(arriving, "xb", buffering=0) as file:
+                done = 0
+                while done < value.nbytes:
+                    done += file.write(value[done:].data)
+
+        self._retried_with_folder(arriving.parent, write)
+
+    def _retried_with_folder(self, folder: Path, work: Callable[[], object]) -> None:
+        """Make the folder if that is what is missing and the share is mounted; the owner may remove
+        it again while it is empty."""
+        for _ in range(_FOLDER_ATTEMPTS):
+            with suppress(FileNotFoundError):
+                work()
+                return
+            os.stat(self._root / MARK_NAME)
+            self._make_folder(folder)
+        raise OSError(errno.EBUSY, "the folder was removed again and again", str(folder))
+
+    def _read_value(self, path: Path, value_bytes_max: int, is_touched: bool) -> Reply:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > value_bytes_max:
+                return Reply(RemoteOutcome.FAILED)
+            value = self._buffers.take(size)
+            done = 0
+            while done < size:
+                count = file.readinto(value[done:].data)
+                if not count:
+                    return Reply(RemoteOutcome.FAILED)  # It became shorter.
+                done += count
+        if is_touched:  # Eviction goes by this time. On a share that is read only nobody evicts.
+            with suppress(OSError):
+                os.utime(path)
+        return Reply(RemoteOutcome.DONE, value)
 
     def _path(self, key: RemoteKey) -> Path:
         folder, _, name = key.rpartition("/")

@@ -44,6 +44,7 @@ from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
     Health,
+    Pace,
     RemoteKey,
     RemoteOutcome,
     Reply,
@@ -59,6 +60,10 @@ _KEYS_A_CALL = 4096
 LANDING_BYTES = 16 << 20
 # Smaller values are sooner copied than registered one by one.
 DIRECT_BYTES_MIN = 256 << 10
+# A call asks without a rest whether it is done, which takes a core, however little it carries: so
+# one at a time with much, and what frames add to it.
+CALL_BYTES = 64 << 20
+_DIRECT_BYTES_MAX = CALL_BYTES + (16 << 20)
 # After a call that failed the library may still read or write its memory for a moment (its own
 # time-out is a minute): the buffers of the last such calls stay registered. An open breaker lets
 # few calls through in that time.
@@ -126,6 +131,10 @@ class MooncakeEngine:
     @property
     def name(self) -> str:
         return f"mooncake:{self._settings.master}"
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(CALL_BYTES)
 
     async def put(
         self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
@@ -459,10 +468,13 @@ def _numbered(key: RemoteKey, number: int) -> RemoteKey:
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of members that share the landing buffer in one call; a larger one is alone."""
+    """(start, end) of members that go in one call, and may share the landing buffer when they are
+    small; a larger one is alone."""
+    is_direct = min(sizes, default=0) >= DIRECT_BYTES_MIN
+    group_bytes_max = _DIRECT_BYTES_MAX if is_direct else LANDING_BYTES
     start, group_bytes = 0, 0
     for place, size in enumerate(sizes):
-        if place > start and group_bytes + size > LANDING_BYTES:
+        if place > start and group_bytes + size > group_bytes_max:
             yield start, place
             start, group_bytes = place, 0
         group_bytes += size

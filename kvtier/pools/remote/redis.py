@@ -28,12 +28,13 @@ from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import Calls, ended_in_time
-from kvtier.pools.remote.engine import Health, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply
 from kvtier.pools.remote.redis_lane import Address, RedisLane, RedisLanes, outcome_of_text
 
 # A pipeline of so much is a call of some ten milliseconds. One larger block is one call.
 PIPELINE_BYTES_MAX = 16 << 20
 PIPELINE_COMMANDS_MAX = 256
+_FRAMES_BYTES = 1 << 20  # What is left of them for frames.
 # Enough to fill a link beside a server that has one thread; more would only queue there.
 CONNECTIONS_MAX = 4
 
@@ -106,6 +107,11 @@ class RedisEngine:
     def name(self) -> str:
         host, port = self._settings.addresses[0]
         return f"redis:{host}:{port}"
+
+    @property
+    def pace(self) -> Pace:
+        """A second call is being sent while the server answers the first one."""
+        return Pace(PIPELINE_BYTES_MAX - _FRAMES_BYTES, calls_at_once=2)
 
     async def put(
         self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float

@@ -11,8 +11,12 @@ A lane that met trouble other than a reply is closed: nobody knows what would co
 from __future__ import annotations
 
 import socket
+import ssl
+import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from kvtier.clock import Clock
@@ -20,6 +24,8 @@ from kvtier.memory import Bytes
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome, Reply
 
 _LINE_BYTES_MAX = 64 << 10
+_PARTS_MAX = 1024  # IOV_MAX
+_TIME = struct.Struct("@ll")  # struct timeval
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "MISCONF", "NOPERM", "READONLY")
 _UNREACHABLE = ("MOVED", "ASK", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
@@ -49,6 +55,11 @@ class RedisLane:
         """`connection`: a connected `redis.Connection` with RESP2."""
         self._connection = connection
         self._socket: socket.socket = connection._sock
+        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
+        if not self._is_tls:
+            # The kernel keeps the time, and takes all parts in one call: Python would ask whether
+            # the socket takes more before each piece of it.
+            self._socket.setblocking(True)
         self._clock = clock
         self._deadline = 0.0
         self._line = bytearray(_LINE_BYTES_MAX)  # Received and not used yet: of first..last.
@@ -67,12 +78,13 @@ class RedisLane:
         self, values: Sequence[tuple[RemoteKey, Bytes]], more: Sequence[bytes], *, deadline: float
     ) -> list[RemoteOutcome]:
         self._deadline = deadline
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in more)
+        parts: list[bytes | memoryview] = []
         for key, value in values:
             name = key.encode()
             head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(more), len(name), name)
-            self._send(head + b"$%d\r\n" % value.nbytes)
-            self._send(value.data)
-            self._send(b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in more))
+            parts += [head + b"$%d\r\n" % value.nbytes, value.data, end]
+        self._send(*parts)
         outcomes = []
         for _ in values:
             line = self._read_line()
@@ -125,7 +137,7 @@ class RedisLane:
             place.data[:held] = part  # gil-ok: at most 64 KiB, of each value once
             self._first += held
             return held
-        return self._received(self._socket_within().recv_into(place.data))
+        return self._received(self._receive(place.data, socket.MSG_WAITALL))
 
     def _skip(self, count: int) -> int:
         if self._first == self._last:
@@ -149,7 +161,7 @@ class RedisLane:
         elif self._last == len(self._line):
             raise LaneBroken("a line without end")
         view = memoryview(self._line)[self._last :]
-        self._last += self._received(self._socket_within().recv_into(view))
+        self._last += self._received(self._receive(view))
 
     def _received(self, count: int) -> int:
         if count == 0:
@@ -157,16 +169,43 @@ class RedisLane:
         self.has_answered = True
         return count
 
-    def _send(self, data: bytes | memoryview) -> None:
-        self._socket_within().sendall(data)
+    def _send(self, *parts: bytes | memoryview) -> None:
+        if self._is_tls:
+            for part in parts:
+                self._limit_time()
+                self._socket.sendall(part)
+            return
+        left = deque(memoryview(part) for part in parts)
+        while left:
+            self._limit_time()
+            try:
+                count = self._socket.sendmsg(islice(left, _PARTS_MAX))
+            except BlockingIOError:
+                raise TimeoutError from None
+            while left and count >= left[0].nbytes:
+                count -= left.popleft().nbytes
+            if count:
+                left[0] = left[0][count:]
 
-    def _socket_within(self) -> socket.socket:
-        """The socket, with no more time than is left."""
+    def _receive(self, place: memoryview, flags: int = 0) -> int:
+        self._limit_time()
+        try:
+            return self._socket.recv_into(place, 0, 0 if self._is_tls else flags)
+        except BlockingIOError:
+            raise TimeoutError from None
+
+    def _limit_time(self) -> None:
+        """The next call on the socket takes no more time than is left."""
         left = self._deadline - self._clock.now()
         if left <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
-        return self._socket
+        if self._is_tls:
+            self._socket.settimeout(left)
+            return
+        whole = int(left)
+        time_left = _TIME.pack(whole, max(1, int((left - whole) * 1e6)))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, time_left)
 
 
 def _text(line: bytes) -> str:

@@ -47,6 +47,30 @@ def test_rows_end_at_the_first_gap(index: PrefixIndex) -> None:
     assert index.rows([*chain("ab"), *chain("x"), *chain("ab")]).tolist() == rows
 
 
+@pytest.mark.parametrize("gap", [0, 1, 31, 32, 33, 95, 96, 200, 299])
+def test_rows_of_long_chains_are_those_of_their_hashes(index: PrefixIndex, gap: int) -> None:
+    """Whether or not they lie in one run, and up to the gap."""
+    path = "".join(map(chr, range(0x4E00, 0x4E00 + 300)))
+    insert(index, path[:40])
+    sibling = insert(index, path[:40] + "z" * 5, after=path[:40])  # Runs end and begin anywhere.
+    insert(index, path[:130], after=path[:40])
+    index.doom(sibling[0])
+    sweep(index)
+    insert(index, path, after=path[:130])  # In the rows of the siblings first.
+    hashes = chain(path)
+    wanted = [index.row_of.get(block) for block in hashes]
+    assert index.rows(hashes).tolist() == wanted
+    asked = [*hashes[:gap], *chain("other"), *hashes[gap:]]
+    assert index.rows(asked).tolist() == wanted[:gap]
+
+
+def test_a_doomed_block_that_was_not_swept_yet_has_no_row(index: PrefixIndex) -> None:
+    path = "abcdefghijklmnopqrstuvwxyz"
+    rows = insert(index, path)
+    index.doom(rows[20])
+    assert index.rows(chain(path)).tolist() == rows[:20]
+
+
 def test_a_block_is_a_leaf_until_it_is_continued(index: PrefixIndex) -> None:
     [first, second] = insert(index, "ab")
     assert not index.is_leaf(first)

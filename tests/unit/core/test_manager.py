@@ -39,6 +39,7 @@ CONFIG = ManagerConfig(
     slab_count_max=1,
     stock_divisor=1,
     slice_blocks=2,
+    lease_slice_blocks=2,
     evict_slice_blocks=2,
     swept_slice_blocks=2,
     leases_per_session_max=3,

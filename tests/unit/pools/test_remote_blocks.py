@@ -7,7 +7,8 @@ import logging
 import struct
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ import pytest
 from kvtier.codec.codecs import CodecId
 from kvtier.memory import Bytes
 from kvtier.policy.codec_choice import CodecChoice
-from kvtier.pools.remote.blocks import BlockViews
+from kvtier.pools.remote.blocks import BlockViews, FixedCodec
 from kvtier.pools.remote.breaker import BreakerState
-from kvtier.pools.remote.engine import RemoteOutcome
+from kvtier.pools.remote.engine import Pace, RemoteKey, RemoteOutcome, Reply
 from kvtier.pools.remote.frame import HEADER_BYTES, FrameFault
 from tests.support.clock import ManualClock
 from tests.support.fake_remote import FakeRemote, Shelf
@@ -61,6 +62,102 @@ def test_large_batches_go_in_groups_and_keep_their_order() -> None:
         assert shelf.call_count == 2 + 3, "8 MiB each"
 
     play(work, payload_bytes=1 << 20)
+
+
+class PacedRemote(FakeRemote):
+    """Tells what its calls carry, and how many there are at once."""
+
+    def __init__(self, shelf: Shelf, pace: Pace) -> None:
+        super().__init__(shelf)
+        self._pace = pace
+        self.call_counts: list[int] = []  # Values of each call.
+        self.at_once, self.most_at_once = 0, 0
+
+    @property
+    def pace(self) -> Pace:
+        return self._pace
+
+    async def put(
+        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        with self._counted(len(values)):
+            return await super().put(values, timeout_seconds=timeout_seconds)
+
+    async def get(
+        self, keys: Sequence[RemoteKey], *, value_bytes_max: int, timeout_seconds: float
+    ) -> list[Reply]:
+        with self._counted(len(keys)):
+            return await super().get(
+                keys, value_bytes_max=value_bytes_max, timeout_seconds=timeout_seconds
+            )
+
+    @contextmanager
+    def _counted(self, count: int) -> Iterator[None]:
+        self.call_counts.append(count)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            yield
+        finally:
+            self.at_once -= 1
+
+
+@pytest.mark.parametrize(
+    ("codec", "call_counts"),
+    [(CodecId.NONE, [6, 4]), (CodecId.PLANES_LZ4, [4, 4, 2])],
+    ids=["plain: as the engine likes it", "coded: 8 MiB"],
+)
+def test_calls_carry_as_much_as_is_of_use_and_no_more_are_made_at_once(
+    codec: CodecId, call_counts: list[int]
+) -> None:
+    async def main() -> None:
+        engine = PacedRemote(Shelf(delay_seconds=0.001), Pace(12 << 20, calls_at_once=2))
+        rig = RemoteRig(engine, codec=codec, payload_bytes=2 << 20)
+        assert set(await rig.put(range(10))) == {DONE}
+        assert engine.call_counts == call_counts
+        assert engine.most_at_once <= 2
+        assert set(await rig.get([1, 2])) == {DONE}
+        engine.call_counts.clear()
+        assert set(await rig.get(range(10), timeout_seconds=30.0)) == {DONE}
+        assert engine.most_at_once == 2
+        assert engine.call_counts == call_counts, "by the codec of what came last"
+        await rig.close()
+
+    asyncio.run(main())
+
+
+class LinkTimes(FixedCodec):
+    """Adds up what is said of the link."""
+
+    def __init__(self) -> None:
+        super().__init__(CodecId.NONE)
+        self.sent_seconds, self.received_seconds = 0.0, 0.0
+
+    def note_sent(self, *, sent_bytes: int, seconds: float) -> None:
+        self.sent_seconds += seconds
+
+    def note_received(self, *, received_bytes: int, seconds: float) -> None:
+        self.received_seconds += seconds
+
+
+def test_calls_at_once_share_the_time_on_the_link() -> None:
+    async def main() -> None:
+        shelf, times = Shelf(byte_seconds=1 / 50e6), LinkTimes()
+        engine = PacedRemote(shelf, Pace(1 << 20, calls_at_once=2))
+        rig = RemoteRig(engine, payload_bytes=1 << 20, chooser=times)
+        blocks = [rig.views_of(number) for number in range(6)]
+        places = [BlockViews(one.block, list(map(np.empty_like, one.shards))) for one in blocks]
+        began = time.monotonic()
+        assert set(await rig.blocks.put(blocks, timeout_seconds=10.0)) == {DONE}
+        middle = time.monotonic()
+        assert set((await rig.blocks.get(places, timeout_seconds=10.0)).endings) == {DONE}
+        ended = time.monotonic()
+        least = 6 * (1 << 20) / 50e6
+        assert least <= times.sent_seconds <= middle - began
+        assert least <= times.received_seconds <= ended - middle
+        await rig.close()
+
+    asyncio.run(main())
 
 
 def test_what_a_daemon_put_another_one_gets_whatever_codec_it_uses() -> None:
@@ -255,7 +352,7 @@ def test_the_choice_is_fed_by_what_happens_and_obeyed() -> None:
     choice = CodecChoice([int(codec) for codec in CodecId])
 
     async def work(rig: RemoteRig, shelf: Shelf) -> None:
-        shelf.byte_seconds = 1 / 20e6  # 0.02 GB/s
+        shelf.byte_seconds = 1 / 5e6  # 0.005 GB/s
         for _ in range(4):
             assert set(await rig.put(range(6), timeout_seconds=30.0)) == {DONE}
         assert choice.chosen == CodecId.PLANES_ZSTD

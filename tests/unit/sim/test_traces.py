@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import BadRequest
-from kvtier.sim.traces import read_trace
+from kvtier.sim.traces import between, mixed, read_sessions, read_trace
 
 HEADER = {"kvtrace": 1, "name": "t", "block_tokens": 4, "time_unit": "ms", "scope": "global"}
 
@@ -59,3 +59,41 @@ def test_file_that_is_cut_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(BadRequest, match="cannot read"):
         read_trace(path)
+
+
+SESSIONS = {**HEADER, "scope": "session", "time_unit": "s"}
+
+
+def session(*requests: tuple[float, int, list[int]]) -> dict[str, object]:
+    return {"id": "x", "r": [[at, tokens, 1, 0.0, blocks] for at, tokens, blocks in requests]}
+
+
+def test_sessions_share_no_block_and_larger_blocks_are_those_they_end_with(tmp_path: Path) -> None:
+    one = session((0.0, 16, [1, 4]), (5.0, 27, [1, 4, 9, 3]))
+    path = written(tmp_path, SESSIONS, one, one)
+    trace = read_sessions(path, 8, 1000.0, seed=3)
+    assert trace.unique_count == 2 * 3
+    # 27 tokens are six blocks of 4 and thus three of 8.
+    assert sorted(len(request.blocks) for request in trace.requests) == [2, 2, 3, 3]
+    assert trace.access_count == 10
+    ends = [request.at for request in trace.requests]
+    assert ends == sorted(ends)
+    assert read_sessions(path, 8, 1000.0, seed=3).requests[0].at == ends[0]
+    assert read_sessions(path, 8, 1000.0, seed=4).requests[0].at != ends[0]
+
+
+def test_a_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="a multiple of 4"):
+        read_sessions(written(tmp_path, SESSIONS), 6, 1.0, seed=1)
+
+
+def test_tenants_share_a_clock_and_no_block(tmp_path: Path) -> None:
+    trace = read_trace(
+        written(tmp_path, HEADER, request(1000, 8, [1, 2]), request(3000, 4, [9, 1]))
+    )
+    late = between(trace, 2.0, 9.0)
+    assert [(one.at, one.blocks.tolist()) for one in late.requests] == [(1.0, [0])]
+    both = mixed("both", [trace, late])
+    assert [(one.at, one.tenant) for one in both.requests] == [(1.0, 0), (1.0, 1), (3.0, 0)]
+    assert both.unique_count == 4
+    assert both.parent.tolist() == [-1, 0, -1, -1]

@@ -1,0 +1,167 @@
+"""Replays the traces on every eviction policy: `python -m benchmarks.policies` measures what
+benchmarks/results/policies.json lacks and writes docs/policies.md; `--document` only writes.
+
+Each result is saved as it comes, so a run that was stopped goes on where it was. `--trace` and
+`--policy` choose. Delete a result to have it measured again.
+"""
+
+# ruff: noqa: E501  # Tables and prose.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtier.server.policies import OURS
+from kvtier.sim.belady import replay_belady
+from kvtier.sim.replay import replay_policy
+from kvtier.sim.traces import Trace, between, mixed, read_sessions, read_trace
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "traces"
+RESULTS = ROOT / "benchmarks" / "results" / "policies.json"
+DOCUMENT = ROOT / "docs" / "policies.md"
+POLICIES = ("lru", "curves", "arc", "belady")
+SMALL = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)  # Shares of the unique blocks, in percent.
+SIZES = {"chat": SMALL, "synthetic": SMALL, "mix": SMALL, "coding": (0.25, 0.5, *SMALL)}
+HOUR = 3600.0
+SEED = 1
+
+Result = dict[str, Any]
+
+
+def _chat() -> Trace:
+    return read_trace(FOLDER / "mooncake_conversation.kvt.jsonl.gz")
+
+
+def _sessions(block_tokens: int, hours: int) -> Trace:
+    path = FOLDER / "claude_code_sessions.kvt.jsonl.gz"
+    return read_sessions(path, block_tokens, hours * HOUR, seed=SEED)
+
+
+TRACES: dict[str, Callable[[], Trace]] = {
+    "synthetic": lambda: read_trace(FOLDER / "mooncake_synthetic.kvt.jsonl.gz"),
+    "chat": _chat,
+    # An hour of the sessions laid on half a day, as many at a time as of all that were published
+    # on a whole one.
+    "mix": lambda: mixed("mix", [_chat(), between(_sessions(512, 12), 6 * HOUR, 7 * HOUR)]),
+    "coding": lambda: _sessions(256, 24),
+}
+TITLES = {
+    "chat": "Chat: Mooncake's conversation trace, an hour",
+    "synthetic": "Synthetic: Mooncake's, of public data sets",
+    "coding": "Coding: 355 of 710 published sessions of a coding agent, drawn starts over 24 h",
+    "mix": "Mix: two tenants, the hour of chat and an hour of the coding sessions",
+}
+
+
+def measure(results: Result, traces: list[str], policies: list[str]) -> None:
+    for name in traces:
+        wanted = [
+            (size, policy)
+            for size in SIZES[name]
+            for policy in policies
+            if f"{size:g}" not in results.get(name, {}).get(policy, {})
+        ]
+        if not wanted:
+            continue
+        trace = TRACES[name]()
+        found = results.setdefault(name, {})
+        found["requests"], found["asked"] = len(trace.requests), trace.access_count
+        found["unique"], found["block_tokens"] = trace.unique_count, trace.block_tokens
+        for size, policy in wanted:
+            began = time.process_time()
+            ratio = _replayed(trace, policy, int(trace.unique_count * size / 100))
+            seconds = time.process_time() - began
+            mine = found.setdefault(policy, {})
+            mine[f"{size:g}"] = {"hit": round(ratio, 4), "cpu_seconds": round(seconds, 1)}
+            print(f"{name} {size:g} % {policy}: {ratio:.4f} in {seconds:.1f} s", flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def _replayed(trace: Trace, policy: str, capacity: int) -> float:
+    if policy == "belady":
+        return replay_belady(trace, capacity).hit_ratio
+    return replay_policy(trace, OURS[policy], capacity).hit_ratio
+
+
+def render(results: Result) -> str:
+    tables = "\n".join(_table(name, results[name]) for name in TITLES if name in results)
+    absent = [TITLES[name].split(":")[0] for name in TITLES if name not in results]
+    note = f"Not measured yet: {', '.join(absent)}.\n\n" if absent else ""
+    return f"{_INTRODUCTION}{note}{tables}{_METHOD}"
+
+
+def _table(name: str, found: Result) -> str:
+    sizes = [f"{size:g}" for size in SIZES[name]]
+    rows = [
+        "| policy | " + " | ".join(f"{size} %" for size in sizes) + " |",
+        "| --- |" + " ---: |" * len(sizes),
+    ]
+    for policy in POLICIES:
+        mine = found.get(policy, {})
+        cells = [f"{mine[size]['hit']:.4f}" if size in mine else "–" for size in sizes]
+        label = "Belady" if policy == "belady" else f"`{policy}`"
+        rows.append(f"| {label} | " + " | ".join(cells) + " |")
+    return f"""## {TITLES[name]}
+
+{found["requests"]:,} requests ask for {found["asked"]:,} blocks of {found["block_tokens"]} tokens, {found["unique"]:,} different ones.
+
+{chr(10).join(rows)}
+
+"""
+
+
+_INTRODUCTION = """# Eviction policies
+
+Written by `python -m benchmarks.policies` from [its results](../benchmarks/results/policies.json); the traces are in
+[benchmarks/traces](../benchmarks/traces/README.md).
+
+`[dram] policy` chooses:
+
+| policy | evicts first |
+| --- | --- |
+| `lru` (default) | the chain used longest ago, its tail before its head |
+| `curves` | what is worth least by how blocks of its kind were used so far: kinds are tenant, turn of the conversation, new tokens of the request, and time since its prefix was used before; worth are hits for each second that a block is kept |
+| `arc` | by a balance of what was used once and what was used again; to compare with |
+
+Only leaves are ever evicted, whatever the policy. Belady, who knows the future, bounds them all.
+
+`curves` is there for caches that are small beside what is asked for. With one kind of request it is `lru`. It is not
+the default before it has proven itself in the daemon. It remembers at least a million blocks that it evicted (24 bytes
+each, 16 times as many as fit in memory if that is more), of every namespace.
+
+The tables give the prefix hit ratio: blocks of each request's longest resident prefix, of all blocks asked for. Sizes
+are in percent of the different blocks; – is not measured yet.
+
+"""
+
+_METHOD = """## How
+
+One tier, cold at the start; a request's whole chain is resident right after it. Requests are instantaneous, and blocks
+of answers are not in the traces before the next turn asks for them, so all ratios are a little low, for every policy
+alike. A partly filled last block is left out. The policies are those of the daemon, told of requests as its core tells
+them, and refitted as often.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", action="append", choices=list(TRACES))
+    parser.add_argument("--policy", action="append", choices=POLICIES)
+    parser.add_argument("--document", action="store_true", help="measure nothing")
+    asked = parser.parse_args()
+    results: Result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if not asked.document:
+        print(f"load {os.getloadavg()[0]:.1f}; CPU seconds are of this process")
+        measure(results, asked.trace or list(TRACES), asked.policy or list(POLICIES))
+    DOCUMENT.write_text(render(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""CurvesPolicy keeps the contract of eviction policies."""
+
+from __future__ import annotations
+
+from kvtier.policy.curves import CurvesPolicy
+from kvtier.policy.eviction import EvictionPolicy
+from tests.contract.eviction_contract import EvictionPolicyContract
+from tests.support.policy_blocks import FakeBlocks
+
+
+class TestCurvesPolicy(EvictionPolicyContract):
+    def make_policy(self) -> EvictionPolicy:
+        return CurvesPolicy(FakeBlocks())

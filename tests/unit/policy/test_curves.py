@@ -1,0 +1,108 @@
+"""Curves: what it learns, and that it is LRU where there is nothing to learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtier.policy import curves
+from kvtier.policy.curves import CurvesPolicy
+from kvtier.policy.eviction import Blocks, EvictionPolicy, PolicyMaker, Rows
+from kvtier.policy.lru import LruPolicy
+from kvtier.sim.replay import replay_policy
+from kvtier.sim.traces import Trace, TracedRequest
+from tests.support.policy_blocks import FakeBlocks
+
+
+def trace_of(*requests: tuple[float, list[int]], parent: list[int]) -> Trace:
+    found = [
+        TracedRequest(at, 16 * len(chain), 0, np.array(chain, np.int32)) for at, chain in requests
+    ]
+    found.sort(key=lambda one: one.at)
+    return Trace("made up", 16, tuple(found), np.array(parent, np.int32))
+
+
+def chats_and_documents(rounds: int) -> Trace:
+    """Each minute a long document that nobody asks for again, and a chat that goes on when three
+    more documents have come."""
+    requests: list[tuple[float, list[int]]] = []
+    parent: list[int] = []
+
+    def chain(count: int) -> list[int]:
+        first = len(parent)
+        parent.extend([-1, *range(first, first + count - 1)])
+        return list(range(first, first + count))
+
+    for number in range(rounds):
+        requests.append((60.0 * number, chain(100)))
+        chat = chain(30)
+        requests += [(60.0 * number + 10, chat[:20]), (60.0 * number + 200, chat)]
+    return trace_of(*requests, parent=parent)
+
+
+def victims(trace: Trace, make_policy: PolicyMaker, capacity: int) -> list[int]:
+    gone: list[int] = []
+
+    def spied(blocks: Blocks) -> EvictionPolicy:
+        policy = make_policy(blocks)
+        on_remove = policy.on_remove
+
+        def remove(rows: list[int]) -> None:
+            gone.extend(rows)
+            on_remove(rows)
+
+        policy.on_remove = remove  # type: ignore[method-assign]
+        return policy
+
+    replay_policy(trace, spied, capacity)
+    return gone
+
+
+@pytest.mark.slow
+def test_with_one_class_the_victims_are_those_of_lru() -> None:
+    trace = chats_and_documents(20)
+    plain = victims(trace, lambda blocks: CurvesPolicy(blocks, features=False), 300)
+    assert len(plain) > 2000
+    assert plain == victims(trace, LruPolicy, 300)
+
+
+@pytest.mark.slow
+def test_blocks_of_requests_that_are_never_repeated_go_first() -> None:
+    trace = chats_and_documents(40)
+    assert replay_policy(trace, LruPolicy, 300).hit_count < 0.1 * 40 * 20
+    assert replay_policy(trace, CurvesPolicy, 300).hit_count > 0.7 * 40 * 20
+
+
+def test_fit_is_asked_for_as_time_goes_by_and_only_then() -> None:
+    policy = CurvesPolicy(FakeBlocks())
+    assert policy.begin_refit() is None
+    row, none = np.array([0], np.int32), np.zeros(0, np.uint64)
+    policy.on_insert(row, 5.0)
+    assert policy.begin_refit() is None
+    policy.on_request(row, none, 5.0 + curves.REFIT_SECONDS)
+    work = policy.begin_refit()
+    assert work is not None
+    assert policy.begin_refit() is None, "asked twice for the same"
+    policy.end_refit(work())
+
+
+def test_work_of_a_fit_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "SAMPLE_MAX", 256)
+    policy = CurvesPolicy(FakeBlocks())
+    rows: Rows = np.arange(5000, dtype=np.int32)
+    policy.on_insert(rows, 1.0)
+    sample = policy._sample()
+    assert sum(len(past.uses) for past, _ in sample.waiting) <= 2 * 256
+    weights = [len(past.uses) * weight for past, weight in sample.waiting]
+    assert sum(weights) == pytest.approx(5000, rel=0.05)
+
+
+def test_leaf_that_is_touched_for_ever_leaves_nothing_behind() -> None:
+    policy = CurvesPolicy(FakeBlocks())
+    row, none = np.array([0], np.int32), np.zeros(0, np.uint64)
+    policy.on_insert(row, 0.0)
+    policy.on_leaf(0)
+    for second in range(1500):
+        policy.on_request(row, none, float(second))
+    entries = sum(len(one.old) + len(one.young) for one in policy._leaves.values())
+    assert entries < 800

@@ -306,9 +306,10 @@ class SchedulerSide:
             self._untold.pop(job.request_id, None)
         unstarted = tuple(UnstartedLoad(*item) for item in self._untold.items())
         self._untold.clear()
-        self._meter.note_step(plan, output.total_num_scheduled_tokens)
+        token_count = output.total_num_scheduled_tokens
+        self._meter.note_step(plan, token_count)
         self._is_plan_told = True
-        return StepOrder(plan, fenced, unstarted)
+        return StepOrder(plan, fenced, unstarted, token_count)
 
     def on_output(self, output: Any) -> None:
         core, report = self._core, output.kv_connector_worker_meta

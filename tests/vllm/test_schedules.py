@@ -42,7 +42,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.full_form, pytest.mark.timeout(0)]
 
 REQUEST_COUNT_MAX = 6
 ANSWER_TOKENS_MAX = 40
-# Some schedule must have had each; in the short form those before the last ones.
+# Some schedule must have had each; in the short form those before the last ones. Loads of several
+# groups are seldom aborted.
 EVENTS = ("loads", "put off", "preemptions", "resets", "failed loads", "aborted loads")
 
 
@@ -109,6 +110,7 @@ class Schedules(RuleBasedStateMachine):
             settings=with_settings(stock_blocks=8, failed_seconds=0.01, offload_slice_blocks=2),
         )
         self.books = Books(self.rig)
+        self.seen["several groups"] += isinstance(self.rig, GroupedRig)
         for seed in range(warm_count):  # So that there is something to load.
             self.rig.add(f"warm{seed}", prompt_of(64, seed=seed, shared=50), tokens=1)
         self.rig.run(limit=5000)
@@ -275,5 +277,5 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(
         ),
     )
     state_finding(f"schedules: {dict(seen)}")
-    for event in EVENTS if is_torture() else EVENTS[:3]:
+    for event in EVENTS[: 3 if not is_torture() else 5 if seen["several groups"] else 6]:
         assert seen[event] > 0, f"no schedule had {event}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from kvtier.connector.vllm.options import parse_options
 from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
@@ -127,6 +128,19 @@ def test_one_group_of_full_attention_is_supported_on_any_ranks(ranks: dict[str, 
 def test_windows_beside_full_attention_are_supported_and_windows_alone() -> None:
     check_supported(config(), HYBRID)
     check_supported(config(), caches(SlidingWindowSpec()))
+
+
+def test_mla_is_refused_where_the_engine_computes_prompts_without_what_is_before_them(
+    tiny_deepseek: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hit of 96 of 100 tokens, all bytes right, it said other tokens than without."""
+    options = EngineArgs(model=str(tiny_deepseek), skip_tokenizer_init=True, max_model_len=512)
+    real = options.create_engine_config()
+    assert real.model_config.use_mla
+    with pytest.raises(Unsupported, match="MLA prompts"):
+        check_supported(real, caches(FullAttentionSpec()))
+    monkeypatch.setattr(real.scheduler_config, "enable_chunked_prefill", True)
+    check_supported(real, caches(FullAttentionSpec()))
 
 
 def test_engine_on_several_nodes_is_refused() -> None:

@@ -34,10 +34,25 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "scales calculated at run time differ from engine to engine",
             "run without --calculate-kv-scales",
         )
+    if _is_blind_to_prefixes(vllm_config):
+        refuse(
+            "this engine computes MLA prompts without the KV before them, and would answer wrongly"
+            " after a hit (vLLM on CPUs)",
+            "run it on a GPU, or without kvtier",
+        )
     if kv_cache_config is None:
         refuse("this vLLM does not tell connectors the KV cache's form", "use vLLM 0.28 or newer")
     if is_grouped(kv_cache_config):
         check_grouped(vllm_config, kv_cache_config)
+
+
+def _is_blind_to_prefixes(vllm_config: Any) -> bool:
+    """vLLM's MLA for CPUs; its own sign of it is that it switches chunked prefill off."""
+    return bool(
+        getattr(vllm_config.model_config, "use_mla", False)
+        and vllm_config.device_config.device_type == "cpu"
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def warn_of_failing_loads(transfer_config: Any) -> None:

@@ -233,7 +233,8 @@ class Link:
             for namespace in self._namespaces.values():
                 namespace.state = None
                 namespace.error = None  # The next session asks anew.
-        keeps = session is not None and session.keeps_memory and not self._closing
+        # Without a session, an attempt to open one has failed: what was kept for it still is.
+        keeps = (session is None or session.keeps_memory) and not self._closing
         self.arenas.void_all(keeps=keeps)
 
     def probe_answered(self, session: OpenSession) -> None:

@@ -255,7 +255,10 @@ def named_error(details: str | None) -> KVTierError | None:
 
 
 def error_of(code: grpc.StatusCode, details: str | None) -> KVTierError:
-    """What to raise for a call that failed; Unavailable when nobody says what became of it."""
+    """What to raise for a call that failed; Unavailable when nobody says what became of it.
+
+    The daemon's own Unavailable is an answer: `named_error` tells it from this one.
+    """
     error = named_error(details)
     if error is not None:
         return error

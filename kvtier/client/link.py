@@ -105,8 +105,8 @@ class Link:
     ) -> KVTierError:
         """What to raise for a failed call; the breaker learns of it."""
         error = codec.error_of(code, details)
-        if isinstance(error, Unavailable):
-            self.missed(session, changes_state)
+        if isinstance(error, Unavailable) and codec.named_error(details) is None:
+            self.missed(session, changes_state)  # Else the daemon itself has said so.
         elif isinstance(error, Unauthenticated):
             self._move(session, BreakerEvent.SESSION_LOST)
         return error

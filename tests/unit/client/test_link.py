@@ -98,6 +98,15 @@ def test_a_named_error_leaves_the_breaker_closed(link: Link) -> None:
     assert link.session is session
 
 
+def test_what_the_daemon_itself_calls_unavailable_is_an_answer(link: Link) -> None:
+    session = session_of(1)
+    connect(link, session)
+    said = "Unavailable: cleared on this node, but others could not be told"
+    error = link.failed(session, True, grpc.StatusCode.UNAVAILABLE, said)
+    assert isinstance(error, Unavailable)
+    assert link.session is session
+
+
 def test_an_unknown_token_ends_the_session(link: Link) -> None:
     session = session_of(1)
     connect(link, session)

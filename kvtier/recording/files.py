@@ -86,7 +86,9 @@ def header_line(header: Header) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
-def batch_bytes(event_first: int, event_count: int, digest: bytes, events: bytes | bytearray) -> bytes:
+def batch_bytes(
+    event_first: int, event_count: int, digest: bytes, events: bytes | bytearray
+) -> bytes:
     return _framed(BATCH, _BATCH.pack(event_first, event_count, digest) + zlib.compress(events, 1))
 
 

@@ -27,10 +27,11 @@ from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGo
 from kvtier.errors import Unavailable
 from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.dram import DramPool
-from kvtier.pools.remote.blocks import BlockViews, Ending, RemoteBlocks, RemoteLayout
+from kvtier.pools.remote.blocks import Ending, RemoteBlocks, RemoteLayout
 from kvtier.pools.remote.engine import RemoteOutcome
 from kvtier.pools.remote.epochs import MEMBER_BYTES, EpochTimes, EpochWatch
 from kvtier.pools.remote.frame import FrameFault
+from kvtier.pools.remote.framing import BlockViews
 from kvtier.pools.superblock import ROW_COUNT_MAX
 from kvtier.server.base import Base
 from kvtier.server.namespaces import OpenedNamespace

@@ -80,6 +80,10 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "epoch record unreadable": LogEvent("warning", "a new epoch begins", ("path", "reason")),
     "epoch record damaged, a new epoch begins": LogEvent("warning", "blocks are void", ("path",)),
+    "recording begins": LogEvent("info", "with [recorder] folder", ("path",)),
+    "recording ended": LogEvent(
+        "warning", "the disk failed, or was too slow; the daemon goes on", ("reason",)
+    ),
     "kv events dropped, all will be announced anew": LogEvent(
         "warning", "their readers are too slow", ("topic", "waiting")
     ),
@@ -117,6 +121,9 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "remote engine is told nothing of our end": LogEvent(
         "warning", "it did not answer", ("engine",)
+    ),
+    "blocks are too large for remote.known_bytes, the tier is off for their namespace": LogEvent(
+        "warning", "a block may take a 64th of it", ("namespace", "bytes")
     ),
     "remote clear is owed from an earlier life, the tier is off for its namespace": LogEvent(
         "warning", "the engine was not told; it is tried again", ("namespace", "engine")

@@ -39,15 +39,13 @@ class StateMetrics:
         )
         self.eviction_namespaces = registry.gauge(
             "kvtier_eviction_namespaces",
-            "Namespaces whose policy learns, by how they evict now: by what was learned, by age "
-            "because the guard found that better, or as learned and unguarded, for a cache is too "
-            "small to sample.",
+            "Namespaces whose policy learns, by how they evict: as learned; by age, as the guard "
+            "finds that better; as learned and unguarded, for there are too few blocks to sample.",
             {"order": EVICTION_ORDERS},
         )
         self.shadow_hit_blocks = registry.gauge(
             "kvtier_shadow_hit_blocks",
-            "Blocks of sampled chains that the guards' shadow caches would have had, by how they "
-            "evict.",
+            "Blocks of sampled chains that the guards' shadow caches had, by how these evict.",
             {"order": SHADOW_ORDERS},
         )
         self.sessions = registry.gauge(

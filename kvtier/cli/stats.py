@@ -130,7 +130,7 @@ _ORDERS = {
 def _eviction(stats: pb.StatsResponse) -> str:
     """How namespaces evict whose policy learns; nothing where none does."""
     counts = {
-        text: int(stats.counters.get(f'kvtier_eviction_namespaces{{order="{order}"}}', 0))
+        text: int(stats.counters.get(f'kvtier_eviction_order_count{{order="{order}"}}', 0))
         for order, text in _ORDERS.items()
     }
     found = [(text, count) for text, count in counts.items() if count]

@@ -37,8 +37,8 @@ class StateMetrics:
         self._evicted_blocks = registry.counter(
             "kvtier_evicted_blocks_total", "Blocks evicted from memory.", {}
         )
-        self.eviction_namespaces = registry.gauge(
-            "kvtier_eviction_namespaces",
+        self.eviction_orders = registry.gauge(
+            "kvtier_eviction_order_count",
             "Namespaces whose policy learns, by how they evict: as learned; by age, as the guard "
             "finds that better; as learned and unguarded, for there are too few blocks to sample.",
             {"order": EVICTION_ORDERS},

@@ -196,7 +196,7 @@ class Reporter:
         state = self._metrics.state
         for order in EvictionOrder:
             count = sum(one.order is order for one in guards)
-            state.eviction_namespaces.labels(order.value).set(count)
+            state.eviction_orders.labels(order.value).set(count)
         for order, hit_count in (
             (EvictionOrder.LEARNED, sum(one.learned_hit_count for one in guards)),
             (EvictionOrder.BY_AGE, sum(one.by_age_hit_count for one in guards)),

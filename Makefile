@@ -9,6 +9,7 @@ TORCH_INDEX ?=
 TORCH ?= torch==2.13.0
 SEED ?=
 MODES ?=
+UPGRADE ?=
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
@@ -19,7 +20,7 @@ export PYTHON TORCH_INDEX TORCH VENV VLLM_VENV
 OTHER_GATES := torture or vllm or gpu or cxl or systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo torture sim bench bench-paging bench-rivals test-vllm test-vllm-versions test-vllm-033 test-cxl test-systemd gpu-check proto wheel clean
+.PHONY: help setup check test demo torture sim bench bench-paging bench-rivals test-vllm test-vllm-versions test-vllm-033 test-cxl test-systemd gpu-check lock audit proto wheel clean
 
 help: ## Print this.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +78,12 @@ test-cxl: setup ## CXL memory, in a virtual machine made here (Debian, root): up
 
 test-systemd: setup ## The units under a real systemd, in a container (Debian, root): up to two minutes.
 	@bash scripts/test_systemd.sh
+
+lock: ## Pin the daemon's dependencies by hash in deploy/requirements.lock; UPGRADE=1 takes newer ones.
+	@UPGRADE=$(UPGRADE) bash scripts/lock.sh
+
+audit: ## What is known against the pinned dependencies; a bill of materials in dist/.
+	@bash scripts/audit.sh
 
 test-vllm-versions: ## The same on older versions of vLLM: VERSIONS="0.28.0 0.31.0", TESTS=tests/vllm.
 	@bash scripts/setup_vllm.sh

@@ -46,8 +46,6 @@ All that came back was compared with what was put ({r["wrong_blocks"]} wrong). O
 - Beside it. {beside}.
 - DRAM has no checksum on this way: the daemon sums blocks after commit, in the background.
 - Between DRAM and CXL a block's checksum goes along and is not compared (decision 0013). Real CXL hardware: not run.
-- The CXL rows are of the code before that, which summed each block both ways; without, measured in turn with it under
-  load: decision 0013.
 - Remote blocks take one copy more than Mooncake's client needs, between their slot and a buffer: a call that hangs
   must be able to hold the buffer, and no slot. The Redis package is the other way round: it joins and cuts what
   kvtier sends and receives in place.

@@ -39,6 +39,7 @@ class NamespaceSpec:
     tenant: str = ""
     salt: str = ""
     extra: dict[str, str] = field(default_factory=dict)
+    chained: bool = True  # False: a map of existence; the protocol calls it `unchained`.
 
     def validate(self) -> None:
         """Raises BadRequest that names the fact and what it may be."""
@@ -59,7 +60,10 @@ class NamespaceSpec:
 
     def canonical_json(self) -> str:
         """Every fact, keys sorted, no spaces, ASCII: equal text means reusable KV."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        facts = asdict(self)
+        if self.chained:
+            del facts["chained"]  # As it was before there were others.
+        return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def fingerprint(self) -> bytes:
         """128 bits over the canonical JSON; part of every key in every tier."""

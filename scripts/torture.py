@@ -2,6 +2,8 @@
 
 Resumable: what has passed at this commit is not run again, so that an interrupted run goes on where
 it stopped. The state lies in .kvtier/torture/, the report in docs/reports/.
+
+Those that need vLLM run in its environment, if `make test-vllm` has made one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STATE_DIR = ROOT / ".kvtier" / "torture"
 REPORT_DIR = ROOT / "docs" / "reports"
-MARKS = "(torture or full_form) and not (vllm or gpu)"
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+LONG = "(torture or full_form) and not gpu"
+# Which tests each Python runs.
+MARKS_OF = {sys.executable: f"{LONG} and not vllm", str(VLLM_PYTHON): f"{LONG} and vllm"}
 ENVIRONMENT = {**os.environ, "KVTIER_TORTURE": "1"}
 
 
@@ -28,18 +33,27 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def pytest_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+def pytest_command(python: str, *words: str) -> list[str]:
+    marks = ["-m", MARKS_OF[python]]
+    return [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *marks, *words]
 
 
-def collect(selection: str) -> list[str]:
-    """Every test that has a full form, in pytest's order; one with parameters, which may be
-    thousands of seeds, is one run."""
-    words = ["--collect-only", "-m", MARKS, "tests"]
+def collect_all(selection: str) -> dict[str, str]:
+    """Every test that has a full form, with the Python that runs it."""
+    found = dict.fromkeys(collect(sys.executable, selection), sys.executable)
+    if VLLM_PYTHON.exists():
+        return found | dict.fromkeys(collect(str(VLLM_PYTHON), selection), str(VLLM_PYTHON))
+    print("torture: those that need vLLM are left out: `make test-vllm` makes its environment")
+    return found
+
+
+def collect(python: str, selection: str) -> list[str]:
+    """In pytest's order; one with parameters, which may be thousands of seeds, is one run."""
+    words = ["--collect-only", "tests" if python == sys.executable else "tests/vllm"]
     if selection:
         words += ["-k", selection]
     done = subprocess.run(
-        pytest_command(*words),
+        pytest_command(python, *words),
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
@@ -53,13 +67,13 @@ def collect(selection: str) -> list[str]:
     return list(dict.fromkeys(one.partition("[")[0] for one in ids))
 
 
-def run_one(test: str, seconds_max: int) -> dict[str, object]:
+def run_one(python: str, test: str, seconds_max: int) -> dict[str, object]:
     began = time.monotonic()
-    words = ["-m", MARKS, f"--timeout={seconds_max}", test]
+    words = [f"--timeout={seconds_max}", test]
     findings = STATE_DIR / "findings.txt"
     findings.write_text("", encoding="utf-8")
     environment = {**ENVIRONMENT, "KVTIER_TORTURE_FINDINGS": str(findings)}
-    done = subprocess.run(pytest_command(*words), cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(pytest_command(python, *words), cwd=ROOT, env=environment, check=False)
     return {
         "outcome": "passed" if done.returncode == 0 else "failed",
         "seconds": round(time.monotonic() - began, 1),
@@ -93,7 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-k", dest="selection", default="", help="pytest's -k: run only these")
     parser.add_argument("--again", action="store_true", help="forget what has passed")
-    parser.add_argument("--test-seconds-max", type=int, default=3600, help="limit of one test")
+    parser.add_argument("--test-seconds-max", type=int, default=5400, help="limit of one test")
     options = parser.parse_args()
 
     commit = git("rev-parse", "--short=12", "HEAD")
@@ -106,7 +120,7 @@ def main() -> int:
     if state_path.exists() and not options.again:
         results = json.loads(state_path.read_text(encoding="utf-8"))
 
-    tests = collect(options.selection)
+    tests = collect_all(options.selection)
     if not tests:
         print("make torture: no test has a full form", file=sys.stderr)
         return 1
@@ -114,7 +128,7 @@ def main() -> int:
     print(f"torture: {len(tests)} full forms, {len(tests) - len(todo)} passed before")
     for number, test in enumerate(todo, start=1):
         print(f"torture: {number}/{len(todo)} {test}", flush=True)
-        results[test] = run_one(test, options.test_seconds_max)
+        results[test] = run_one(tests[test], test, options.test_seconds_max)
         state_path.write_text(json.dumps(results, indent=1), encoding="utf-8")
         write_report(commit, results, len(todo) - number)
     path = write_report(commit, results, 0)

@@ -45,21 +45,24 @@ FILES = {
     "test_scheduler_kv_connector_override.py": NOWHERE,
 }
 
-ONE_GROUP = "has several KV cache groups, which kvtier refuses at the start"
+MAMBA = "has Mamba groups, which kvtier refuses at the start"
+ONE_GROUP = (
+    "has several KV cache groups; our side plays one chain in these tests (several are driven by"
+    " `tests/vllm/test_schedules.py` and `tests/vllm/test_grouped_machine.py`)"
+)
 NO_SENDING = (
     "is about handing KV to another engine, its device blocks held meanwhile; kvtier holds none"
     " after a request's end and answers without `kv_transfer_params`"
 )
 # Cases that fail with ours, as they must; the beginning of a case's name in a file.
 DIFFERENCES = {
-    ("test_kv_load_failure_recovery.py", "test_block_level_load_failure_fails"): ONE_GROUP,
     ("test_remote_prefill_lifecycle.py", "test_basic_lifecycle"): (
         "loads 40 of 40 tokens; kvtier has full blocks, so 32, and the rest is computed"
     ),
     ("test_remote_prefill_lifecycle.py", "test_no_spurious_prefix_caching"): (
         "takes the second of two equal prompts for one that nobody else has; a cache loads both"
     ),
-    ("test_remote_prefill_lifecycle.py", "test_p_side_chunked_prefill_mamba"): ONE_GROUP,
+    ("test_remote_prefill_lifecycle.py", "test_p_side_chunked_prefill_mamba"): MAMBA,
     (
         "test_remote_prefill_lifecycle.py",
         "test_async_load_reserves_blocks_for_promotion_margin[multiple-groups]",
@@ -71,7 +74,7 @@ DIFFERENCES = {
     (
         "test_remote_prefill_lifecycle.py",
         "test_async_load_does_not_double_reserve_mamba_spec_blocks",
-    ): ONE_GROUP,
+    ): MAMBA,
     ("test_remote_decode_lifecycle.py", "test_"): NO_SENDING,
     ("test_multi_connector.py", "test_multi_example_connector_consistency"): (
         "starts an engine with a model from a hub; here is neither"

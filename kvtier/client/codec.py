@@ -56,6 +56,7 @@ def spec_message(spec: NamespaceSpec) -> pb.NamespaceSpec:
         hash_seed=spec.hash_seed,
         salt=spec.salt,
         extra=spec.extra,
+        unchained=not spec.chained,
     )
 
 
@@ -118,7 +119,9 @@ def tier_counts(counts: Sequence[pb.TierCount]) -> tuple[tuple[TierName, int], .
 
 
 def match_of(answer: pb.MatchResponse) -> PrefixMatch:
-    return PrefixMatch(answer.matched_count, answer.memory_count, tier_counts(answer.tiers))
+    return PrefixMatch(
+        answer.matched_count, answer.memory_count, tier_counts(answer.tiers), answer.presence
+    )
 
 
 def _leased_slots(ready: pb.AcquireReady) -> Slots:
@@ -252,7 +255,10 @@ def named_error(details: str | None) -> KVTierError | None:
 
 
 def error_of(code: grpc.StatusCode, details: str | None) -> KVTierError:
-    """What to raise for a call that failed; Unavailable when nobody says what became of it."""
+    """What to raise for a call that failed; Unavailable when nobody says what became of it.
+
+    The daemon's own Unavailable is an answer: `named_error` tells it from this one.
+    """
     error = named_error(details)
     if error is not None:
         return error

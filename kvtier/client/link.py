@@ -105,8 +105,8 @@ class Link:
     ) -> KVTierError:
         """What to raise for a failed call; the breaker learns of it."""
         error = codec.error_of(code, details)
-        if isinstance(error, Unavailable):
-            self.missed(session, changes_state)
+        if isinstance(error, Unavailable) and codec.named_error(details) is None:
+            self.missed(session, changes_state)  # Else the daemon itself has said so.
         elif isinstance(error, Unauthenticated):
             self._move(session, BreakerEvent.SESSION_LOST)
         return error
@@ -233,7 +233,8 @@ class Link:
             for namespace in self._namespaces.values():
                 namespace.state = None
                 namespace.error = None  # The next session asks anew.
-        keeps = session is not None and session.keeps_memory and not self._closing
+        # Without a session, an attempt to open one has failed: what was kept for it still is.
+        keeps = (session is None or session.keeps_memory) and not self._closing
         self.arenas.void_all(keeps=keeps)
 
     def probe_answered(self, session: OpenSession) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 from kvtier.clock import Clock
@@ -29,6 +30,7 @@ class Desk:
         settings: ConnectorSettings,
         clock: Clock,
         control: Control,
+        job_ids: Iterator[int] | None = None,
     ) -> None:
         self.client = client
         self.settings = settings
@@ -44,7 +46,7 @@ class Desk:
         self.onboarded: list[str] = []
         self.failed: list[str] = []
         self.released: list[str] = []
-        self._job_count = 0
+        self._job_ids = job_ids or count(1)
 
     def session(self) -> Any | None:
         """The session to plan under; None while there is none, or none that passes slots."""
@@ -58,8 +60,7 @@ class Desk:
         return session
 
     def next_job_id(self) -> int:
-        self._job_count += 1
-        return self._job_count
+        return next(self._job_ids)
 
     def begin_life(self, spec: NamespaceSpec) -> None:
         self.life += 1

@@ -102,6 +102,7 @@ class MovingBlocks:
     def _commit_ready(self, blocks: Iterable[MovingBlock]) -> None:
         """Queue the commits of blocks whose parents' are queued; the rest waits for its parent."""
         queue, batch = deque(blocks), list[MovingBlock]()
+        chained = self._desk.spec.chained
         while queue:
             block = queue.popleft()
             parent = self._blocks.get(block.parent) if block.parent is not None else None
@@ -111,7 +112,7 @@ class MovingBlocks:
                 continue
             block.phase = BlockPhase.COMMITTING
             if batch and (
-                batch[-1].block_hash != block.parent
+                (chained and batch[-1].block_hash != block.parent)
                 or batch[-1].flight.footing is not block.flight.footing
             ):
                 self._ask_commit(batch)

@@ -115,6 +115,8 @@ class Offloader:
 
     def _pick(self, request: Request, limit: int) -> None:
         """Plan the request's next blocks, as far as slots and limits allow."""
+        if not self._desk.spec.chained:
+            request.residency = Residency.KNOWN  # Commit tells which were there already.
         if request.residency is not Residency.KNOWN:
             if request.residency is Residency.UNKNOWN and request.open_block_count == 0:
                 self.ask_match(request)
@@ -131,7 +133,7 @@ class Offloader:
         slots = deque(self.stock.take(wanted_count))
         run: list[tuple[int, int]] = []  # Pairs of chain index and slot.
         while index < len(request.chain) and slots:
-            if request.chain[index] in self.moving:  # Somebody's already; ours go on behind it.
+            if self._is_underway(request.chain[index]):  # Somebody's; ours go on behind it.
                 self._begin_flight(request, footing, run)
                 run = []
             else:
@@ -144,6 +146,11 @@ class Offloader:
             self._pending.pop(request.request_id, None)
             if request.is_lingering:
                 self.lingering.end(request)
+
+    def _is_underway(self, block_hash: bytes) -> bool:
+        """Without a chain any block may be known, not the first ones alone."""
+        is_known = not self._desk.spec.chained and self._known.is_known(block_hash, since=0)
+        return is_known or block_hash in self.moving
 
     def _skip_resident(self, request: Request) -> int:
         index = request.offload_index
@@ -164,7 +171,7 @@ class Offloader:
         flight = OffloadFlight(request, desk.life, job_id=desk.next_job_id(), footing=footing)
         for index, slot in run:
             block_hash = chain[index]
-            parent = chain[index - 1] if index else None
+            parent = chain[index - 1] if index and desk.spec.chained else None
             block = MovingBlock(block_hash, parent, slot, flight, index)
             self.moving.add(block)
             flight.blocks.append(block)

@@ -29,6 +29,12 @@ class KnownResident:
     def discard(self, block_hash: bytes) -> None:
         self._stamps.pop(block_hash, None)
 
+    def discard_all(self, hashes: frozenset[bytes], *, until: int) -> None:
+        """But for what was learned later. Costs what is known of these, as good as."""
+        for block_hash in self._stamps.keys() & hashes:
+            if self._stamps[block_hash] <= until:
+                del self._stamps[block_hash]
+
     def is_known(self, block_hash: bytes, *, since: int) -> bool:
         """Whether it was learned after `since`; 0 trusts everything."""
         return self._stamps.get(block_hash, -1) > since

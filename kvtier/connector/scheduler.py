@@ -9,16 +9,16 @@ hooks answer as if there were no kvtier, and what the engine waits for is told i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.connector.client_api import SchedulerClient
 from kvtier.connector.control import Control, ControlThread
 from kvtier.connector.desk import Desk
 from kvtier.connector.heads import Head
+from kvtier.connector.hooks import hook, nothing
 from kvtier.connector.jobs import JobResult, StepOutcome, StepPlan
 from kvtier.connector.offloading import Offloader
 from kvtier.connector.onboarding import Onboarder
@@ -30,43 +30,7 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import TierName
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Hook = Callable[Concatenate["SchedulerConnector", P], R]
 log = logging.getLogger(__name__)
-
-
-def _hook(without: Callable[..., Any]) -> Callable[[Hook[P, R]], Hook[P, R]]:
-    """Handle what has arrived, then the hook; both are counted in the hook's time.
-
-    `without` answers for a connector that is disabled; the first internal error makes it so.
-    """
-
-    def decorate(method: Hook[P, R]) -> Hook[P, R]:
-        @wraps(method)
-        def run(self: SchedulerConnector, *args: P.args, **kwargs: P.kwargs) -> R:
-            if self.is_disabled:
-                return cast("R", without(self, *args, **kwargs))
-            desk = self._desk
-            start_ns = desk.clock.now_ns()
-            try:
-                desk.control.drain(desk.settings.answers_per_hook_max)
-                result = method(self, *args, **kwargs)
-            except Exception as error:  # A bug of ours must not end the engine.
-                if desk.settings.raise_internal_errors:
-                    raise
-                self._disable(method.__name__, error)
-                return cast("R", without(self, *args, **kwargs))
-            desk.stats.note_hook((desk.clock.now_ns() - start_ns) / 1e9)
-            return result
-
-        return cast("Hook[P, R]", run)
-
-    return decorate
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What a disabled connector does with news."""
 
 
 class SchedulerConnector:
@@ -80,22 +44,25 @@ class SchedulerConnector:
         settings: ConnectorSettings | None = None,
         clock: Clock | None = None,
         control: Control | None = None,
+        job_ids: Iterator[int] | None = None,
     ) -> None:
+        """`job_ids`: shared by all that plan for the same workers."""
         settings = settings or ConnectorSettings()
         control = control or ControlThread(
             background_max=settings.matches_queued_max, waiting_max=settings.waiting_acquires_max
         )
-        self._desk = Desk(client, spec, settings, clock or SystemClock(), control)
+        self._desk = Desk(client, spec, settings, clock or SystemClock(), control, job_ids)
         known = KnownResident(count_max=settings.resident_hashes_max)
         self._onboarder = Onboarder(self._desk, known)
         self._offloader = Offloader(self._desk, known)
+        self._known = known
         self._requests = self._desk.requests
         self._promises = Promises(worker_count=settings.worker_count)
         # No quiet handler: the scheduler side touches no slot, and notices a new session at its
         # next hook. What it has planned under the old one, the workers refuse.
-        client.set_recall_handler(self._on_recall)
+        client.set_recall_handler(self.on_recall)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def on_new_request(
         self, request_id: str, hashes: Sequence[bytes], tokens_of: TokensOf | None = None
     ) -> None:
@@ -113,7 +80,7 @@ class SchedulerConnector:
         if request.prompt:
             self._offloader.ask_match(request)
 
-    @_hook(without=lambda *_, **__: 0)
+    @hook(without=lambda *_, **__: 0)
     def get_onboard_count(self, request_id: str, local_block_count: int) -> int | None:
         """Blocks after the engine's own `local_block_count` that can be onboarded.
 
@@ -125,7 +92,7 @@ class SchedulerConnector:
             return 0
         return self._onboarder.count(request, max(0, local_block_count))
 
-    @_hook(
+    @hook(
         without=lambda self, request_id, device_blocks, onboard_count: self._promises.allocated(
             request_id, onboard_count
         )
@@ -143,7 +110,7 @@ class SchedulerConnector:
         if request is not None and not request.is_finished:
             self._onboarder.allocated(request, device_blocks, onboard_count)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def on_blocks_full(
         self, request_id: str, hashes: Sequence[bytes], device_blocks: Sequence[int]
     ) -> None:
@@ -161,7 +128,7 @@ class SchedulerConnector:
         """What a token of a prefill takes now: by it the daemon tells what onboards are worth."""
         self._desk.token_seconds = token_seconds
 
-    @_hook(without=lambda self: StepPlan(self._desk.spec))
+    @hook(without=lambda self: StepPlan(self._desk.spec))
     def build_plan(self) -> StepPlan:
         """The jobs for the workers, once every step; every worker gets the same plan."""
         offloads = self._offloader.take_plan()
@@ -169,7 +136,7 @@ class SchedulerConnector:
         self._promises.planned(plan)
         return plan
 
-    @_hook(without=lambda self, results: self._settle(results))
+    @hook(without=lambda self, results: self._settle(results))
     def on_results(self, results: Sequence[JobResult]) -> StepOutcome:
         """The workers' reports, and what they mean; call it every step, with () as well."""
         self._promises.reported(results)
@@ -189,7 +156,7 @@ class SchedulerConnector:
         self._promises.told(outcome)
         return outcome
 
-    @_hook(without=lambda self, request_id: self._promises.end(request_id))
+    @hook(without=lambda self, request_id: self._promises.end(request_id))
     def request_finished(self, request_id: str) -> bool:
         """The request ended, in whatever way, at whatever moment.
 
@@ -209,7 +176,7 @@ class SchedulerConnector:
             self._desk.forget_if_ended(request)
         return self._promises.ended(request_id, is_held=request.hold_count > 0)
 
-    @_hook(without=lambda self, request_id: self._end_preempted(request_id))
+    @hook(without=lambda self, request_id: self._end_preempted(request_id))
     def on_preempted(self, request_id: str) -> bool:
         """The engine takes the request's device blocks away; it will start again at token 0.
 
@@ -231,7 +198,7 @@ class SchedulerConnector:
         self._onboarder.restart(request)
         return self._promises.ended(request_id, is_held=request.hold_count > 0)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def on_device_blocks_short(self, block_count: int) -> None:
         """The engine is short of so many device blocks: those kept for planning alone are freed.
 
@@ -240,7 +207,7 @@ class SchedulerConnector:
         """
         self._offloader.lingering.give_up(block_count)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def on_blocks_invalid(self, device_blocks: Collection[int]) -> None:
         """The engine has computed on device blocks whose KV is wrong, and does so again.
 
@@ -249,7 +216,7 @@ class SchedulerConnector:
         """
         self._offloader.distrust(device_blocks)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def reset(self, spec: NamespaceSpec) -> None:
         """The engine dropped its own KV (new weights): go on in another namespace.
 
@@ -259,7 +226,7 @@ class SchedulerConnector:
         self._end_life()
         self._desk.begin_life(spec)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def clear(self, spare: NamespaceSpec) -> None:
         """As `reset`, but stay in the namespace, which must be this engine's alone.
 
@@ -270,7 +237,7 @@ class SchedulerConnector:
         self._end_life()
         self._desk.clear(spare)
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def hint(
         self,
         hashes: Sequence[bytes],
@@ -348,6 +315,15 @@ class SchedulerConnector:
         """Finished requests whose device blocks are kept for what is not planned yet."""
         return len(self._offloader.lingering)
 
+    @property
+    def learned_count(self) -> int:
+        """Rises with everything learned to be resident; see `note_absent`."""
+        return self._known.learned_count
+
+    def note_absent(self, hashes: frozenset[bytes], learned: int) -> None:
+        """What was not resident when `learned_count` was `learned`."""
+        self._known.discard_all(hashes, until=learned)
+
     def stats(self) -> ConnectorStats:
         return self._desk.stats.copy()
 
@@ -360,7 +336,7 @@ class SchedulerConnector:
         """Violations, each in words; for tests."""
         return self._offloader.check_invariants()
 
-    @_hook(without=_nothing)
+    @hook(without=nothing)
     def _give_back(self) -> None:
         for request in list(self._requests.values()):
             self._onboarder.end(request)
@@ -392,8 +368,8 @@ class SchedulerConnector:
         with suppress(Exception):
             desk.control.close(0.0)  # Does not wait; what arrives now is never looked at.
 
-    def _on_recall(self, namespace: Any, count: int) -> None:
-        """Called in a thread of the client's."""
+    def on_recall(self, namespace: Any, count: int) -> None:
+        """The daemon wants slots back. Called in a thread of the client's."""
 
         def note() -> None:
             if namespace is self._desk.namespace:

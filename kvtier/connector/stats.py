@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(slots=True)
@@ -44,6 +44,19 @@ class ConnectorStats:
         self.hook_seconds += seconds
         if seconds > self.hook_seconds_max:
             self.hook_seconds_max = seconds
+
+    def add_planning(self, other: ConnectorStats) -> None:
+        """All that `other` counts, but for the time of its hooks, which lies within ours."""
+        for one in fields(self):
+            if one.name.startswith("hook_"):
+                continue
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if one.name == "disabled_by":
+                self.disabled_by = mine or theirs
+            elif isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, one.name, mine + theirs)
 
     def copy(self) -> ConnectorStats:
         return replace(

@@ -47,6 +47,7 @@ class NamespaceOpened:
     shard_count: int
     shard_bytes: int = 0  # Payload of one shard; needed where there is a tier below memory.
     fingerprint: bytes = b""  # Likewise.
+    chained: bool = True  # Every block but the first of a prefix needs the one before it.
     block_tokens: int = 16
 
 

@@ -62,8 +62,12 @@ class LowerColumns:
 class PrefixIndex:
     """Maps block hashes to rows; keeps the tree of prefixes and each block's place in memory."""
 
-    def __init__(self, tiers: Sequence[TierName] = (TierName.NVME,)) -> None:
-        """`tiers`: those below memory, the fastest first."""
+    def __init__(
+        self, tiers: Sequence[TierName] = (TierName.NVME,), *, chained: bool = True
+    ) -> None:
+        """`tiers`: those below memory, the fastest first. Without `chained` no block has a parent,
+        and of a list of hashes any may be resident."""
+        self._chained = chained
         self.row_of = RowMap()
         self.hash_of: list[BlockHash | None] = []
         self.parent = np.zeros(0, dtype=np.int32)
@@ -117,7 +121,7 @@ class PrefixIndex:
         """How many blocks from the first one on are resident."""
         row_of = self.row_of
         count = len(hashes)
-        if self._doomed:
+        if self._doomed or not self._chained:
             return next((i for i, block in enumerate(hashes) if block not in row_of), count)
         if not count or hashes[0] not in row_of:
             return 0

@@ -17,7 +17,8 @@ from kvtier.types import BlockHash, NamespaceId, PackedHashes
 
 if TYPE_CHECKING:
     from kvtier.core.index import PrefixIndex, Rows
-    from kvtier.core.residency import NamespaceFacts, Residency
+    from kvtier.core.namespace_facts import NamespaceFacts
+    from kvtier.core.residency import Residency
 
 _KEY_BYTES = 8
 

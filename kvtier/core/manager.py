@@ -24,8 +24,9 @@ from kvtier.core.ladder import Ladder
 from kvtier.core.learning import Learning
 from kvtier.core.listing import Listing, list_rows
 from kvtier.core.locating import Locator
+from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.promotions import Promotions
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
@@ -121,6 +122,8 @@ class BlockManager:
         if len(packed) % hash_bytes:
             raise BadRequest(f"{len(packed)} bytes of hashes: send a multiple of {hash_bytes}")
         hashes = PackedHashes(packed, hash_bytes)
+        if not residency.facts.chained:
+            return residency.presence(hashes)
         count = residency.index.match(hashes)
         opened = self._ladder.opened()
         memory_count = residency.memory_count(hashes, count) if opened else count
@@ -203,6 +206,7 @@ class BlockManager:
                 event.shard_count,
                 event.shard_bytes,
                 event.fingerprint,
+                chained=event.chained,
                 block_tokens=event.block_tokens,
                 block_count_max=self._ledger.slab_count_max // event.shard_count * set_slot_count,
             ),

@@ -7,42 +7,19 @@ block leaves the index before its slot is freed, and enters it after its slot is
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
 from kvtier.core.learning import IndexedBlocks, keys_of
+from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.runs import Run
 from kvtier.core.slices import CommittedSlice, LeasedSlice, Lost
 from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
-from kvtier.layout import SlotLayout
 from kvtier.policy.eviction import Evictable, PolicyMaker
-from kvtier.types import BlockHash, CommitOutcome, Cut, NamespaceId, SlabSetId, TierName
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceFacts:
-    namespace: NamespaceId
-    hash_bytes: int
-    slot_bytes: int
-    shard_count: int
-    shard_bytes: int = 0
-    fingerprint: bytes = b""
-    block_tokens: int = 16
-    block_count_max: int = 0  # As many as memory may ever hold.
-
-    @property
-    def layout(self) -> SlotLayout:
-        """How a block of it lies in the pool of a tier below memory."""
-        return SlotLayout(self.shard_bytes, self.shard_count)
-
-    @property
-    def block_bytes(self) -> int:
-        """What one block takes of the pool, padding included."""
-        return self.slot_bytes * self.shard_count
+from kvtier.types import BlockHash, CommitOutcome, Cut, PrefixMatch, Presence, SlabSetId, TierName
 
 
 class Residency:
@@ -61,7 +38,7 @@ class Residency:
         self.facts = facts
         self.epoch = epoch
         self._lower = lower
-        self.index = PrefixIndex(lower)
+        self.index = self._make_index()
         self.tier = MemoryTier(set_slot_count)
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
@@ -112,6 +89,8 @@ class Residency:
         """Rows of the leading resident blocks that follow one another, the first one `after`."""
         rows = self.index.rows(hashes)
         cut = Cut.NONE if len(rows) == len(hashes) else Cut.MISS
+        if not self.facts.chained:
+            return rows, cut
         straight = self._straight_count(rows, after)
         return (rows[:straight], Cut.MISS) if straight < len(rows) else (rows, cut)
 
@@ -137,6 +116,17 @@ class Residency:
     def keep(self, rows: Rows, now: float) -> None:
         """These blocks will be used soon: not those to evict first."""
         self.policy.on_touch(rows[self.tier.is_ready(self.index.place[rows])], now)
+
+    def presence(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
+        """Of each block by itself where it is; the counts are of the leading run."""
+        index, found = self.index, bytearray(len(hashes))
+        for position, row in enumerate(index.row_of.get_all(hashes)):
+            if row is not None:
+                found[position] = Presence.MEMORY if self.is_in_memory(row) else Presence.LOWER
+        count = len(found) if Presence.ABSENT not in found else found.index(Presence.ABSENT)
+        run = found[:count]
+        memory_count = count if Presence.LOWER not in run else run.index(Presence.LOWER)
+        return PrefixMatch(count, memory_count, presence=bytes(found))
 
     def memory_count(self, hashes: Sequence[BlockHash], count: int) -> int:
         """How many of the first `count` blocks, all resident, lead in memory.
@@ -170,10 +160,13 @@ class Residency:
         void: bool,
         now: float,
     ) -> CommittedSlice:
-        """Publish reserved slots under `hashes`, which follow `parent`; frees those not needed."""
+        """Publish reserved slots under `hashes`, which follow `parent` and one another, or nothing
+        in an unchained namespace; frees those not needed."""
         outcomes = bytearray(len(hashes))
         is_void = (self.tier.state[places] == ReplicaState.GONE).tolist()
         row_of = self.index.row_of
+        chained = self.facts.chained
+        parent = parent if chained else None
         run = Run(parent_row=None if parent is None else row_of.get(parent))
         has_parent = parent is None or run.parent_row is not None
         positions: list[int] = []
@@ -181,7 +174,10 @@ class Residency:
         present: list[int] = []
         previous = parent
         for position, block in enumerate(hashes):
-            if block in run.hashes:
+            if not chained:
+                self._insert(run, places, now)
+                run.parent_row, has_parent, previous = None, True, None
+            elif block in run.hashes:
                 self._insert(run, places, now)
             row = row_of.get(block)
             if row is not None:
@@ -333,7 +329,7 @@ class Residency:
         voided_count = len(self.index.row_of)
         self.tier.void_all()
         self._trash.append(self.index)
-        self.index = PrefixIndex(self._lower)
+        self.index = self._make_index()
         self.policy = self._make_policy(IndexedBlocks(self.index, self.facts))
         self.epoch = epoch
         self.void_count += 1
@@ -410,6 +406,9 @@ class Residency:
         return [f"namespace {self.facts.namespace}: {one}" for one in found]
 
     # --------------------------------------------------------------------------------- helpers
+
+    def _make_index(self) -> PrefixIndex:
+        return PrefixIndex(self._lower, chained=self.facts.chained)
 
     def _straight_count(self, rows: Rows, after: BlockHash | None) -> int:
         """How many of `rows` follow one another, the first one following block `after`."""

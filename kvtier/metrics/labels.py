@@ -56,6 +56,7 @@ OUTCOMES = [
     "TierFull",
     "LimitExceeded",
     "Draining",
+    "Unavailable",
     "CorruptReplica",
 ]
 FRAME_ERRORS = [

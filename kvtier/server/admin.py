@@ -1,8 +1,9 @@
-"""HTTP for people and Prometheus: a status page, /metrics and /healthz, on loopback, in a thread of
+"""HTTP for people and Prometheus: a status page, /metrics and /healthz, on loopback, in threads of
 its own.
 
-A thread, because /healthz must answer when the event loop does not. Whatever touches the daemon's
-state runs on the loop; the thread only waits for it.
+Threads, because /healthz must answer when the event loop does not, and whatever other connections
+do: browsers open some that stay silent. Whatever touches the daemon's state runs on the loop; the
+threads only wait for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from importlib.resources import files
 from ipaddress import ip_address
+from typing import Any
 
 from prometheus_client import Metric
 
@@ -31,7 +33,10 @@ from kvtier.version import VERSION
 # The loop ticks once a second at least; three missed ticks are no hiccup.
 TICK_AGE_SECONDS_MAX = 3.0
 ANSWER_SECONDS_MAX = 5.0
-REQUEST_SECONDS_MAX = 5.0  # One request at a time: a silent client may block others this long.
+REQUEST_SECONDS_MAX = 5.0  # A silent client's connection and thread are given up after this.
+CONNECTIONS_MAX = 128  # Twice what fifty open pages need; more are closed at once.
+# All open pages are told the same moment: what it costs the loop does not grow with their number.
+STATUS_SECONDS = 1.0
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
@@ -46,6 +51,11 @@ PAGE_PATHS = ("/", "/status", "/status.json")
 STRANGE_NAME = b"the status page answers under localhost and loopback addresses only\n"
 
 Answer = tuple[HTTPStatus, str, bytes]
+NO_ANSWER: Answer = (
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    TEXT,
+    b"the event loop does not answer\n",
+)
 
 
 class AdminServer:
@@ -57,6 +67,8 @@ class AdminServer:
         self._clock = clock
         self._page = files("kvtier.server").joinpath("status_page.html").read_bytes()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._status_lock = threading.Lock()
+        self._status_told: tuple[float, Answer] | None = None  # Until when, and what.
         host, port = split_address("admin.address", address)
         try:
             self._server = _Server((host, port), self._answer)
@@ -82,7 +94,7 @@ class AdminServer:
         if path == "/metrics":
             return self._told(METRICS_TEXT, text_of)
         if path == "/status.json":
-            return self._told(JSON, self._status)
+            return self._recent_status()
         if path in ("/", "/status"):
             return HTTPStatus.OK, HTML, self._page
         if path == "/healthz":
@@ -97,7 +109,18 @@ class AdminServer:
             return HTTPStatus.OK, kind, words(work.result(ANSWER_SECONDS_MAX))
         except TimeoutError:
             work.cancel()
-            return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"the event loop does not answer\n"
+            return NO_ANSWER
+
+    def _recent_status(self) -> Answer:
+        if not self._status_lock.acquire(timeout=ANSWER_SECONDS_MAX):
+            return NO_ANSWER
+        try:
+            if self._status_told is None or self._clock.now() >= self._status_told[0]:
+                answer = self._told(JSON, self._status)
+                self._status_told = self._clock.now() + STATUS_SECONDS, answer
+            return self._status_told[1]
+        finally:
+            self._status_lock.release()
 
     def _status(self, families: list[Metric]) -> bytes:
         samples = samples_of(families)
@@ -134,9 +157,13 @@ def names_loopback(host: str) -> bool:
         return name in ("", "localhost")
 
 
-class _Server(http.server.HTTPServer):
+class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    daemon_threads = True
+    request_queue_size = CONNECTIONS_MAX
+
     def __init__(self, address: tuple[str, int], answer: Callable[[str], Answer]) -> None:
         self.answer = answer
+        self._places = threading.Semaphore(CONNECTIONS_MAX)
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
@@ -145,6 +172,18 @@ class _Server(http.server.HTTPServer):
         """Without the base class's reverse DNS query, which can take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "localhost", self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -33,6 +33,7 @@ from kvtier.server.activation import Listeners, take_passed
 from kvtier.server.build import Parts, build
 from kvtier.server.heap import keep_message_memory
 from kvtier.server.instance import (
+    claimed,
     clear_way,
     default_state_dir,
     locked,
@@ -67,7 +68,7 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     listeners = Listeners([one for one in passed if one.is_listener])
     plan = replace(_plan(config), listeners=listeners)
     left = [(one.name, one.fd) for one in passed if not one.is_listener]
-    with locked(plan.state_dir):
+    with locked(plan.state_dir), claimed(plan.socket):
         keeper = open_keeper(config.restart, os.environ, left)
         if keeper.former is not None:
             plan = replace(plan, generation=keeper.former.inventory.generation)

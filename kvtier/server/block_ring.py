@@ -90,6 +90,12 @@ class BlockRing:
         found = self._in_order(np.flatnonzero(here))[::-1][:count]
         return [self._at(place) for place in found.tolist()]
 
+    def namespaces_of(self, block: BlockHash) -> set[NamespaceId]:
+        """Those that remember the block, by one look at all that is here."""
+        short = int.from_bytes(block[:SHORT_BYTES], "little")
+        found = self._in_order(np.flatnonzero(self._shorts == short))
+        return {NamespaceId(one) for one in self._namespaces[found].tolist()}
+
     def last_of(self, namespace: NamespaceId, shorts: Shorts) -> dict[int, Remembered]:
         """The last time of each of these that is here at all."""
         # Almost all fall through a coarse sieve, which spares sorting everything for `isin`.

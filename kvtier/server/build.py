@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -32,7 +31,7 @@ from kvtier.server.admin import AdminServer
 from kvtier.server.adopting import Adopter
 from kvtier.server.base import Base
 from kvtier.server.calls import Calls, Handlers
-from kvtier.server.core_loop import CoreLoop, Effects
+from kvtier.server.core_loop import CoreLoop, Effects, both
 from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
@@ -300,10 +299,10 @@ class _Builder:
         effects |= remembering_effects(self.base, watch)
         if self.events is not None:
             effects |= {
-                ins.BlocksStored: _both(watch.on_stored, self.events.on_stored),
+                ins.BlocksStored: both(watch.on_stored, self.events.on_stored),
                 ins.BlocksTakenIn: self.events.on_taken_in,
-                ins.BlocksRemoved: _both(effects[ins.BlocksRemoved], self.events.on_removed),
-                ins.NamespaceCleared: _both(effects[ins.NamespaceCleared], self.events.on_cleared),
+                ins.BlocksRemoved: both(effects[ins.BlocksRemoved], self.events.on_removed),
+                ins.NamespaceCleared: both(effects[ins.NamespaceCleared], self.events.on_cleared),
             }
         return effects | self._lower_effects()
 
@@ -454,14 +453,6 @@ def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManage
         ),
         make_policy=policy_named(dram.policy),
     )
-
-
-def _both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
-    def effect(instruction: Any) -> None:
-        one(instruction)
-        other(instruction)
-
-    return effect
 
 
 def _add_port(server: grpc.aio.Server, address: str, option: str) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.clock import Clock
 from kvtier.core.engines import Session
@@ -224,3 +224,13 @@ def _hand_over(
     result = done.result()
     if not isinstance(result, KVTierError):
         to(result)
+
+
+def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An effect of two: the one, then the other."""
+
+    def effect(instruction: Any) -> None:
+        one(instruction)
+        other(instruction)
+
+    return effect

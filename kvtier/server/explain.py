@@ -63,7 +63,11 @@ class Explainer:
         )
         if about == "hash":
             block = BlockHash(request.hash)
-            found = (self._place(one, block, now) for one in self._namespaces.opened())
+            known = history.namespaces_of(block)  # Once, however many namespaces there are.
+            found = (
+                self._place(one, block, now, is_remembered=one.id in known)
+                for one in self._namespaces.opened()
+            )
             answer.places.extend(place for place in found if place is not None)
         else:
             answer.requests.extend(
@@ -79,13 +83,13 @@ class Explainer:
     # ------------------------------------------------------------------------------------ hashes
 
     def _place(
-        self, opened: OpenedNamespace, block: BlockHash, now: float
+        self, opened: OpenedNamespace, block: BlockHash, now: float, *, is_remembered: bool
     ) -> pb.PrefixPlace | None:
         """None when the namespace knows nothing of the block."""
         if len(block) != opened.spec.hash_bytes:
             return None
         found = self._core.locator.prefix(opened.id, block)
-        events = self._history.events_of(opened.id, block, EVENTS_MAX)
+        events = self._history.events_of(opened.id, block, EVENTS_MAX) if is_remembered else []
         if found is None and not events:
             return None
         place = pb.PrefixPlace(

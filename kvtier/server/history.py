@@ -167,6 +167,10 @@ class History:
         found = [*map(_removal, removed), *map(_miss, missed)]
         return sorted(found, key=lambda seen: -seen.at)[:count]
 
+    def namespaces_of(self, block: BlockHash) -> set[NamespaceId]:
+        """In which of them anything is remembered of the block."""
+        return self._removed.namespaces_of(block) | self._missed.namespaces_of(block)
+
     def last_removals(self, namespace: NamespaceId, shorts: Shorts) -> dict[int, BlockSeen]:
         """By short hash, the last removal of each of these."""
         found = self._removed.last_of(namespace, shorts)

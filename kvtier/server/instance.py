@@ -29,19 +29,36 @@ def default_state_dir(environment: Mapping[str, str]) -> Path:
 @contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
     """Hold the state directory; the kernel lets go of it when we end, however we end."""
+    with _held(state_dir / "lock", f"server.state_dir {state_dir}", folder_mode=0o750):
+        yield
+
+
+@contextmanager
+def claimed(socket_path: Path) -> Iterator[None]:
+    """Hold the place of the sockets. Of two daemons that start at once neither sees that the other
+    listens, and the later one would take the sockets of the earlier one for stale."""
+    lock_path = socket_path.with_name(f"{socket_path.name}.lock")
+    with _held(lock_path, f"server.socket {socket_path}", flags=os.O_NOFOLLOW):
+        yield
+
+
+@contextmanager
+def _held(
+    lock_path: Path, what: str, *, folder_mode: int = 0o755, flags: int = 0
+) -> Iterator[None]:
+    """The file stays when we end: removed, it could be locked twice."""
     try:
-        state_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-        fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        lock_path.parent.mkdir(mode=folder_mode, parents=True, exist_ok=True)
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o640)
     except OSError as error:
-        raise ConfigError(f"server.state_dir {state_dir}: {error.strerror}") from None
+        raise ConfigError(f"{what}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise ConfigError(
-                f"another daemon (process {holder}) uses server.state_dir {state_dir}: stop it, "
-                "or give this one its own"
+                f"another daemon (process {holder}) uses {what}: stop it, or give this one its own"
             ) from None
         with suppress(OSError):  # A full disk: only the name of the holder is missing then.
             os.ftruncate(fd, 0)

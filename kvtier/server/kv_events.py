@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,16 @@ from kvtier.core.instructions import (
 from kvtier.errors import ConfigError
 from kvtier.server.base import Base
 from kvtier.server.kv_ledger import PART_COUNT, Ledger, Part
-from kvtier.server.kv_wire import PLACE_OF, Cleared, Event, Removed, Stored, WireForm, weight_of
+from kvtier.server.kv_wire import (
+    PLACE_OF,
+    Cleared,
+    Event,
+    Removed,
+    Stored,
+    WireForm,
+    WirePlace,
+    weight_of,
+)
 from kvtier.server.threads import call_soon
 from kvtier.types import BlockHash, NamespaceId
 
@@ -76,6 +85,8 @@ class KvEvents:
         return self._publisher.waiting_count
 
     def on_stored(self, event: BlocksStored) -> None:
+        if not self._is_told_of(event.namespace):
+            return
         self._ledger(event.namespace).note_stored(event.hashes, event.tier)
         spec = self._namespaces.get(event.namespace).spec
         stored = Stored(
@@ -89,6 +100,8 @@ class KvEvents:
 
     def on_taken_in(self, event: BlocksTakenIn) -> None:
         """As hashes alone: their tokens died with whoever committed them."""
+        if not self._is_told_of(event.namespace):
+            return
         hashes: list[bytes] = [
             block
             for block, is_kept in zip(event.hashes, event.kept.tolist(), strict=True)
@@ -100,6 +113,8 @@ class KvEvents:
         self._put(self._topic(event.namespace), stored)
 
     def on_removed(self, event: BlocksRemoved) -> None:
+        if not self._is_told_of(event.namespace):
+            return
         gone = self._ledger(event.namespace).note_removed(event.hashes, event.tier)
         if gone:
             self._put(self._topic(event.namespace), Removed(gone, PLACE_OF[event.tier]))
@@ -107,6 +122,8 @@ class KvEvents:
     def on_cleared(self, event: NamespaceCleared) -> None:
         """The wire has a clear of the topic only; what its other namespaces have is announced
         anew after it."""
+        if not self._is_told_of(event.namespace):
+            return
         topic = self._topic(event.namespace)
         if not self._trash:
             self._loop.call_soon(self._empty_trash)
@@ -136,16 +153,32 @@ class KvEvents:
         self._go_on(topic, self._rounds[topic], self._all_of(topic))
 
     def _all_of(self, topic: bytes) -> Iterator[list[Event]]:
-        """What the topic's namespaces have, a part at a time; changes meanwhile are announced
-        beside it, and those are later."""
+        """What the topic's namespaces have, so much at a time that little is read between two
+        pauses; changes meanwhile are announced beside it, and those are later."""
+        events: list[Event] = []
+        read = count = 0  # Parts and blocks since the last pause.
         for namespace in self._of_topic(topic):
-            block_tokens = self._namespaces.get(namespace).spec.block_tokens
+            found: dict[WirePlace, list[bytes]] = {}
             for number in range(PART_COUNT):
-                yield [
-                    Stored(tuple(hashes[first : first + ALONE_BLOCKS]), None, block_tokens, place)
-                    for place, hashes in self._ledgers[namespace].blocks(number)
-                    for first in range(0, len(hashes), ALONE_BLOCKS)
-                ]
+                for place, hashes in self._ledgers[namespace].blocks(number):
+                    found.setdefault(place, []).extend(hashes)
+                    count += len(hashes)
+                read += 1
+                if count >= ALONE_BLOCKS or read >= PART_COUNT:
+                    yield [*events, *self._alone(namespace, found)]
+                    events, found, read, count = [], {}, 0, 0
+            events += self._alone(namespace, found)
+        yield events
+
+    def _alone(
+        self, namespace: NamespaceId, found: Mapping[WirePlace, Sequence[bytes]]
+    ) -> list[Event]:
+        block_tokens = self._namespaces.get(namespace).spec.block_tokens
+        return [
+            Stored(tuple(hashes[first : first + ALONE_BLOCKS]), None, block_tokens, place)
+            for place, hashes in found.items()
+            for first in range(0, len(hashes), ALONE_BLOCKS)
+        ]
 
     def _go_on(self, topic: bytes, round_number: int, parts: Iterator[list[Event]]) -> None:
         if topic in self._stale or round_number != self._rounds[topic]:
@@ -183,6 +216,11 @@ class KvEvents:
         return self.waiting_count <= self._config.queue_blocks_max // 2
 
     # --------------------------------------------------------------------------------- helpers
+
+    def _is_told_of(self, namespace: NamespaceId) -> bool:
+        """A hash stands for its prefix there, as routers count it; blocks of the same hash that are
+        of use only beside those are not told of."""
+        return self._namespaces.get(namespace).spec.chained
 
     def _ledger(self, namespace: NamespaceId) -> Ledger:
         found = self._ledgers.get(namespace)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvtier.core.listing import TIER_BITS
 from kvtier.server.kv_wire import PLACE_OF, WirePlace
 from kvtier.types import TierName
 
 PART_COUNT = 256  # A power of two.
-_BIT_OF = {tier: 1 << number for number, tier in enumerate(PLACE_OF)}
 _BITS_OF: dict[WirePlace, int] = {}
 for _tier, _place in PLACE_OF.items():
-    _BITS_OF[_place] = _BITS_OF.get(_place, 0) | _BIT_OF[_tier]
+    _BITS_OF[_place] = _BITS_OF.get(_place, 0) | TIER_BITS[_tier]
 
 Part = dict[bytes, int]  # Block -> bits of the tiers it is in.
 
@@ -30,14 +30,14 @@ class Ledger:
         return sum(map(len, self._parts))
 
     def note_stored(self, hashes: Iterable[bytes], tier: TierName) -> None:
-        bit, parts = _BIT_OF[tier], self._parts
+        bit, parts = TIER_BITS[tier], self._parts
         for block in hashes:
             part = parts[hash(block) & (PART_COUNT - 1)]
             part[block] = part.get(block, 0) | bit
 
     def note_removed(self, hashes: Iterable[bytes], tier: TierName) -> list[bytes]:
         """The blocks that are in no tier of that medium any more."""
-        bit, bits = _BIT_OF[tier], _BITS_OF[PLACE_OF[tier]]
+        bit, bits = TIER_BITS[tier], _BITS_OF[PLACE_OF[tier]]
         gone = []
         for block in hashes:
             part = self._parts[hash(block) & (PART_COUNT - 1)]

@@ -22,13 +22,15 @@ from kvtier.config_events import EventsConfig, connections
 from kvtier.errors import ConfigError
 from kvtier.server.activation import socket_mode
 from kvtier.server.instance import clear_way
-from kvtier.server.kv_wire import Event, WireForm, weight_of
+from kvtier.server.kv_wire import Event, WireForm, size_of, weight_of
 
 log = logging.getLogger(__name__)
 
 BATCH_EVENTS_MAX = 64
-BATCH_BLOCKS_MAX = 4096
-SEND_BATCHES_MAX = 100_000  # For a slow subscriber; beyond it, it loses batches.
+BATCH_BYTES_MAX = 16 << 10  # One event may be larger.
+# What waits for one slow subscriber is buffer_bytes of full batches, and at least so many; beyond
+# it, it loses batches. ZMQ counts batches only, and as many as vLLM allows would be gigabytes.
+SEND_BATCHES_MIN = 1024
 REPLAY_BATCHES_MAX = 100_000  # For one that does not read; beyond it the answer breaks off.
 REQUEST_BYTES_MAX = 4096  # Of one frame of a request; the connection of a larger one is closed.
 # Kept batches count with what they weigh besides their bytes.
@@ -67,7 +69,7 @@ class Publisher:
         self._replay: zmq.Socket[bytes] | None = None
         try:
             self._socket = self._context.socket(zmq.PUB)
-            self._socket.set_hwm(SEND_BATCHES_MAX)
+            self._socket.set_hwm(max(SEND_BATCHES_MIN, config.buffer_bytes // BATCH_BYTES_MAX))
             if config.bind:
                 _bind(self._socket, config.bind)
             for endpoint in connections(config):
@@ -130,11 +132,13 @@ class Publisher:
     def _take_batch(self) -> tuple[bytes, list[Event]]:
         """The next events, all of one topic."""
         topic, first = self._events.popleft()
-        events, blocks = [first], weight_of(first)
-        while self._events and len(events) < BATCH_EVENTS_MAX and blocks < BATCH_BLOCKS_MAX:
-            if self._events[0][0] != topic:
+        events, blocks, count_bytes = [first], weight_of(first), size_of(first)
+        while self._events and len(events) < BATCH_EVENTS_MAX:
+            following, event = self._events[0]
+            count_bytes += size_of(event)
+            if following != topic or count_bytes > BATCH_BYTES_MAX:
                 break
-            event = self._events.popleft()[1]
+            self._events.popleft()
             events.append(event)
             blocks += weight_of(event)
         self._sent_count += blocks

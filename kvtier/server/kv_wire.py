@@ -56,11 +56,20 @@ class Cleared:
 
 
 Event = Stored | Removed | Cleared
+EVENT_BYTES, HASH_BYTES, TOKEN_BYTES = 160, 34, 5
 
 
 def weight_of(event: Event) -> int:
     """What it counts for in a queue: its blocks, and at least one."""
     return 1 if isinstance(event, Cleared) else max(1, len(event.hashes))
+
+
+def size_of(event: Event) -> int:
+    """About how many bytes it takes in a batch; at least as many as any hash and token id need."""
+    if isinstance(event, Cleared):
+        return EVENT_BYTES
+    tokens = len(event.token_ids) if isinstance(event, Stored) else 0
+    return EVENT_BYTES + HASH_BYTES * len(event.hashes) + TOKEN_BYTES * tokens
 
 
 class WireForm:

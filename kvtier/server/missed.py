@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvtier.core.instructions import BlocksRemoved, NamespaceCleared
-from kvtier.server.core_loop import CoreLoop
+from kvtier.server.core_loop import CoreLoop, both
 from kvtier.types import BlockHash, Cut, NamespaceId, PackedHashes, PrefixMatch
 
 # Some 100 bytes each. A pool of 64 GiB with blocks of 1 MiB is as many blocks.
@@ -38,20 +38,10 @@ class Missed:
         self, effects: Mapping[type, Callable[..., None]]
     ) -> dict[type, Callable[..., None]]:
         """The same effects, and what happens is noted here as well."""
-
-        def both(kind: type, also: Callable[..., None]) -> Callable[..., None]:
-            first = effects[kind]
-
-            def effect(instruction: object) -> None:
-                first(instruction)
-                also(instruction)
-
-            return effect
-
         return {
             **effects,
-            BlocksRemoved: both(BlocksRemoved, self.on_removed),
-            NamespaceCleared: both(NamespaceCleared, self.on_cleared),
+            BlocksRemoved: both(effects[BlocksRemoved], self.on_removed),
+            NamespaceCleared: both(effects[NamespaceCleared], self.on_cleared),
         }
 
     def on_removed(self, event: BlocksRemoved) -> None:

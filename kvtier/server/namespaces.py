@@ -125,6 +125,7 @@ class Namespaces:
                     shard_count=spec.shard_count,
                     shard_bytes=spec.shard_bytes,
                     fingerprint=fingerprint,
+                    chained=spec.chained,
                     block_tokens=spec.block_tokens,
                 )
             )

@@ -124,7 +124,7 @@ class EngineCalls:
         if found.matched_count < count:
             hashes = PackedHashes(packed, namespace.spec.hash_bytes)
             reason = self._missed.of_match(namespace.id, hashes, found)
-            if self._search is not None:
+            if self._search is not None and namespace.spec.chained:
                 self._search.begin(namespace.id, hashes, found.matched_count)
         self._metrics.blocks.asked.note(namespace.id, "match", count, found.tiers, reason)
         spent_ns = self._clock.now_ns() - started_ns
@@ -136,6 +136,7 @@ class EngineCalls:
             tiers=tier_counts(found.tiers),
             epoch=self._core.namespace_epoch(namespace.id),
             daemon_us=spent_ns // 1000,
+            presence=found.presence,
         )
 
     # ---------------------------------------------------------------------------------- leases
@@ -164,7 +165,8 @@ class EngineCalls:
                 wait_until=self._wait_until(request.wait_ms, now, deadline),
                 takes_direct=self._takes_direct(caller.session),
             )
-            await self._look(event)
+            if namespace.spec.chained:  # What lies elsewhere is found as chains.
+                await self._look(event)
             granted = await self._leasing.acquire(event, tell_pending)
         seconds = self._clock.now() - now
         self._metrics.calls.acquire_seconds[waited].observe(seconds)
@@ -248,7 +250,7 @@ class EngineCalls:
         namespace, hashes = self._hashes_of(request)
         reply = await self._core.run(ev.Prefetch(namespace.id, hashes))
         assert isinstance(reply, ins.PrefetchBegun), "Prefetch has one kind of reply"
-        if self._search is not None:
+        if self._search is not None and namespace.spec.chained:
             count = self._core.match_packed(namespace.id, hashes.packed).matched_count
             self._search.begin(namespace.id, hashes, count)
         return pb.PrefetchResponse(

@@ -82,6 +82,7 @@ def spec_from(message: pb.NamespaceSpec, tenant: str) -> NamespaceSpec:
         tenant=tenant,
         salt=message.salt,
         extra=dict(message.extra),
+        chained=not message.unchained,
     )
     spec.validate()
     return spec

@@ -48,7 +48,7 @@ COMMIT_OUTCOME_NO_PARENT: CommitOutcome
 COMMIT_OUTCOME_VOID: CommitOutcome
 
 class NamespaceSpec(_message.Message):
-    __slots__ = ("model", "weights", "kv_dtype", "layout", "block_tokens", "hash_bytes", "shard_bytes", "shard_count", "parallel", "kv_group", "attention", "hash_algorithm", "hash_seed", "tenant", "salt", "extra")
+    __slots__ = ("model", "weights", "kv_dtype", "layout", "block_tokens", "hash_bytes", "shard_bytes", "shard_count", "parallel", "kv_group", "attention", "hash_algorithm", "hash_seed", "tenant", "salt", "extra", "unchained")
     class ExtraEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class NamespaceSpec(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
+    UNCHAINED_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     kv_dtype: str
@@ -88,7 +89,8 @@ class NamespaceSpec(_message.Message):
     tenant: str
     salt: str
     extra: _containers.ScalarMap[str, str]
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., hash_bytes: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., shard_count: _Optional[int] = ..., parallel: _Optional[str] = ..., kv_group: _Optional[str] = ..., attention: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ..., extra: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    unchained: bool
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., hash_bytes: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., shard_count: _Optional[int] = ..., parallel: _Optional[str] = ..., kv_group: _Optional[str] = ..., attention: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ..., extra: _Optional[_Mapping[str, str]] = ..., unchained: bool = ...) -> None: ...
 
 class DaemonFrame(_message.Message):
     __slots__ = ("welcome", "opened", "namespace_opened", "slab_offered", "slab_withdrawn", "slots_recalled", "quiet_requested", "error", "quiet_ack", "segment_offered")
@@ -367,18 +369,20 @@ class MatchRequest(_message.Message):
     def __init__(self, token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("matched_count", "memory_count", "tiers", "epoch", "daemon_us")
+    __slots__ = ("matched_count", "memory_count", "tiers", "epoch", "daemon_us", "presence")
     MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_COUNT_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DAEMON_US_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
     matched_count: int
     memory_count: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierCount]
     epoch: int
     daemon_us: int
-    def __init__(self, matched_count: _Optional[int] = ..., memory_count: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., epoch: _Optional[int] = ..., daemon_us: _Optional[int] = ...) -> None: ...
+    presence: bytes
+    def __init__(self, matched_count: _Optional[int] = ..., memory_count: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., epoch: _Optional[int] = ..., daemon_us: _Optional[int] = ..., presence: _Optional[bytes] = ...) -> None: ...
 
 class TierCount(_message.Message):
     __slots__ = ("tier", "count")

@@ -66,6 +66,7 @@ def test_what_a_clear_voided_stays_gone_after_kill_9_though_the_engine_was_not_t
             assert client.wait_connected(10)
             with pytest.raises(Unavailable, match="could not be told"):
                 client.clear(namespace)
+            client.match(namespace, hashes)  # Who was told so keeps its session.
         daemon.kill()
         (tmp_path / "aside").rename(root)
         daemon.start()

@@ -112,6 +112,28 @@ def test_a_folder_that_vanishes_and_comes_back_is_used_again(root: Path) -> None
     play(root, work)
 
 
+def test_a_folder_that_vanishes_after_a_look_at_it_is_not_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, aside = os.stat, root.with_name("aside")
+
+    def look_and_unmount(path: Any, **more: Any) -> os.stat_result:
+        found = look(path, **more)
+        if path == root / MARK_NAME and (root / "values").exists():
+            os.rename(root, aside)
+        return found
+
+    async def work(engine: FilesEngine) -> None:
+        assert await put(engine, "a") == [DONE]
+        shutil.rmtree(root / "values" / "kvtier1", ignore_errors=True)
+        monkeypatch.setattr(os, "stat", look_and_unmount)
+        assert await put(engine, "b") != [DONE]
+
+    play(root, work)
+    assert aside.exists(), "it did vanish"
+    assert not root.exists(), "what is written there would hide in the mount point"
+
+
 @pytest.mark.parametrize(
     ("number", "outcome"),
     [

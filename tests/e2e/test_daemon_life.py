@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import json
 import os
 import signal
 import socket
@@ -11,13 +13,15 @@ import sys
 import time
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.server.instance import locked
+from kvtier.server.admin import REQUEST_SECONDS_MAX, STATUS_SECONDS
+from kvtier.server.instance import claimed, locked
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.daemon import DaemonFailed, RunningDaemon, running_daemon
 from tests.support.raw_client import RawCalls, chain, open_session, wait_reserved
@@ -110,8 +114,22 @@ def test_a_full_disk_does_not_keep_the_state_directory_from_being_held(tmp_path:
 def test_live_socket_is_never_replaced(daemon: RunningDaemon, tmp_path: Path) -> None:
     ended = run_serve("--socket", str(daemon.socket), "--state-dir", str(tmp_path))
     assert ended.returncode == 2
+    assert f"another daemon (process {daemon.process.pid}) uses server.socket" in ended.stderr
+    (daemon.directory / "kvtier.sock.lock").unlink()  # As beside a daemon that knew no such file.
+    ended = run_serve("--socket", str(daemon.socket), "--state-dir", str(tmp_path))
+    assert ended.returncode == 2
     assert f"a daemon is listening at {daemon.socket} already" in ended.stderr
     open_session(daemon.socket).close()
+
+
+def test_of_daemons_that_start_at_once_on_one_socket_one_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "k.sock"
+    with claimed(path):  # Another one, which does not listen yet.
+        ended = run_serve("--socket", str(path), "--state-dir", str(tmp_path / "state"))
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert f"another daemon (process {os.getpid()}) uses server.socket {path}" in ended.stderr
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("option", ["admin.address", "grpc.tcp"])
@@ -187,6 +205,21 @@ def test_healthz_answers_and_other_paths_are_404(daemon: RunningDaemon) -> None:
     assert daemon.http("/healthz") == "ok\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         daemon.http("/nowhere")
+
+
+def test_silent_connections_and_many_pages_keep_nobody_waiting(daemon: RunningDaemon) -> None:
+    host, port = daemon.ready["admin"].split(":")
+    with contextlib.ExitStack() as silent:
+        for _ in range(20):
+            silent.enter_context(socket.create_connection((host, int(port))))
+        began = time.monotonic()
+        with ThreadPoolExecutor(50) as viewers:
+            told = list(viewers.map(lambda _: daemon.http("/status.json"), range(50)))
+        assert daemon.http("/healthz") == "ok\n"
+        seconds = time.monotonic() - began
+    assert seconds < REQUEST_SECONDS_MAX, "they waited for the silent ones"
+    moments = {json.loads(one)["uptime_seconds"] for one in told}
+    assert len(moments) <= seconds / STATUS_SECONDS + 1, "each page costs the loop its own answer"
 
 
 def test_service_manager_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.client import Client, ClientSettings
-from kvtier.pools.remote.files import prepare_root
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.forms import rounds, state_finding
+from tests.support.four_tiers import four_tier_options, wait_four_tiers
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes, offload, onboard, spec_of
-from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
+from tests.support.nvme_daemon import wait_metric
 from tests.support.processes import eventually
 
 TIERS = ("dram", "cxl", "nvme", "remote")
@@ -24,33 +24,14 @@ CHAINS = 20 * DRAM_BYTES // SHARD_BYTES // CHAIN
 PATIENT = ClientSettings(timeout_seconds=10.0)
 
 
-def options(folder: Path) -> dict[str, str]:
-    make_pool(folder / "pool", pool_bytes=NVME_BYTES)
-    prepare_root(folder / "share")
-    return {
-        "cxl.emulate": "4GB/s,400ns",
-        "cxl.bytes": str(CXL_BYTES),
-        "cxl.slab_bytes": "2MiB",
-        "nvme.paths": str(folder / "pool"),
-        "nvme.write_bytes_per_hour": "1TiB",
-        "remote.engine": "files",
-        "remote.path": str(folder / "share"),
-        "remote.capacity_bytes": "4GiB",
-        "remote.timeout_seconds": "5",
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.full_form
 def test_each_tier_serves_its_part_with_right_bytes(tmp_path: Path) -> None:
     chance = random.Random(6)
     chains = [chain_hashes(f"chain {number}", CHAIN) for number in range(CHAINS)]
-    with running_daemon(
-        dram_bytes=str(DRAM_BYTES), slab_bytes="2MiB", options=options(tmp_path)
-    ) as daemon:
-        wait_state(daemon, "on")
-        wait_metric(daemon, 'kvtier_cxl_state{state="on"}', 1)
-        daemon.wait_populated()
+    options = four_tier_options(tmp_path, cxl_bytes=CXL_BYTES, nvme_bytes=NVME_BYTES)
+    with running_daemon(dram_bytes=str(DRAM_BYTES), slab_bytes="2MiB", options=options) as daemon:
+        wait_four_tiers(daemon)
         with Client(daemon.socket, settings=PATIENT) as client:
             namespace = client.open_namespace(spec_of())
             assert client.wait_connected(10)

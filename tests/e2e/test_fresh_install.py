@@ -46,14 +46,12 @@ def test_a_fresh_install_serves_checks_and_measures(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh", folder=tmp_path)
     python, kvtier = (tmp_path / "fresh" / "bin" / name for name in ("python", "kvtier"))
-    run(
-        *(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"),
-        *("--disable-pip-version-check", "--constraint", ROOT / "deploy/docker/constraints.txt"),
-        build_wheel(tmp_path),
-        folder=tmp_path,
-    )
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile")
+    lock = ROOT / "deploy" / "requirements.lock"
+    run(*pip, "--require-hashes", "--requirement", lock, folder=tmp_path)
+    run(*pip, "--no-deps", build_wheel(tmp_path), folder=tmp_path)
     installed = run(python, "-c", LIST, folder=tmp_path).split()
-    pinned = (ROOT / "deploy/docker/constraints.txt").read_text()
+    pinned = "\n" + lock.read_text()
     assert not [name for name in installed if f"\n{name}==" not in pinned]
     imported = run(python, "-c", "import kvtier; print(kvtier.__path__[0])", folder=tmp_path)
     assert imported.startswith(str(tmp_path / "fresh"))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.pools.remote.files import prepare_root
 from tests.support.daemon import RunningDaemon
 from tests.support.forms import is_torture, rounds, state_finding
+from tests.support.four_tiers import four_tier_options
 from tests.support.hot_restart import (
     COUNT,
     TAKEN_OVER,
@@ -29,7 +29,7 @@ from tests.support.hot_restart import (
 )
 from tests.support.known_blocks import SHARD_BYTES, chain_hashes
 from tests.support.kv_subscriber import Subscriber
-from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
+from tests.support.nvme_daemon import wait_metric, wait_state
 from tests.support.other_build import NEXT_VERSION, make_next_build
 from tests.support.parking_places import HolderProcess
 from tests.support.processes import Engine, Engines, engine_processes, eventually
@@ -276,18 +276,9 @@ def test_blocks_that_are_taken_over_are_announced_and_counted(
 def test_with_all_four_tiers_memory_is_taken_over_and_the_others_join(
     holder: HolderProcess, engines: Engines, tmp_path: Path
 ) -> None:
-    make_pool(tmp_path / "pool", pool_bytes=32 << 20)
-    prepare_root(tmp_path / "share")
-    options = {
-        "cxl.emulate": "4GB/s,400ns",
-        "cxl.bytes": "16MiB",
-        "cxl.slab_bytes": "2MiB",
-        "nvme.paths": str(tmp_path / "pool"),
-        "nvme.write_bytes_per_hour": "1TiB",
-        "remote.engine": "files",
-        "remote.path": str(tmp_path / "share"),
-        "remote.capacity_bytes": "1GiB",
-    }
+    options = four_tier_options(
+        tmp_path, cxl_bytes=16 << 20, nvme_bytes=32 << 20, remote_bytes=1 << 30
+    )
     with kept_daemon(holder, options, dram_bytes="16MiB", slab_bytes="2MiB") as daemon:
         wait_state(daemon, "on")
         engine = engines.start(daemon.socket)

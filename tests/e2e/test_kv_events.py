@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from kvtier.cli.list_blocks import resident_blocks
 from kvtier.client import Client, ClientSettings, Namespace
-from kvtier.pools.remote.files import prepare_root
+from kvtier.config_events import EventsConfig
+from kvtier.server.kv_publisher import Publisher
+from kvtier.server.kv_wire import PLACE_OF as PLACE_OF_TIER
+from kvtier.server.kv_wire import Stored, WireForm
 from kvtier.types import TierName
 from tests.support.daemon import DaemonFailed, running_daemon
+from tests.support.four_tiers import four_tier_options
 from tests.support.known_blocks import chain_hashes, offload, onboard, payload_of, reserve, spec_of
 from tests.support.kv_subscriber import Place, Subscriber
-from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
+from tests.support.nvme_daemon import wait_metric, wait_state
 from tests.support.processes import eventually
+from tests.support.readings import anon_bytes
 
 CHAIN = 8
 PLACE_OF = {
@@ -83,19 +91,9 @@ def opened(client: Client, salt: str = "", block_tokens: int = 16) -> Namespace:
 @pytest.mark.slow
 def test_books_kept_from_events_are_what_the_daemon_lists(socket_dir: Path) -> None:
     """Four tiers that all overflow, evictions, a restart with what NVMe still has."""
-    make_pool(socket_dir / "pool", pool_bytes=24 << 20)
-    prepare_root(socket_dir / "share")
-    options = {
-        **event_options(socket_dir),
-        "cxl.emulate": "4GB/s,400ns",
-        "cxl.bytes": "8MiB",
-        "cxl.slab_bytes": "2MiB",
-        "nvme.paths": str(socket_dir / "pool"),
-        "nvme.write_bytes_per_hour": "1TiB",
-        "remote.engine": "files",
-        "remote.path": str(socket_dir / "share"),
-        "remote.capacity_bytes": "1GiB",
-    }
+    options = event_options(socket_dir) | four_tier_options(
+        socket_dir, cxl_bytes=8 << 20, nvme_bytes=24 << 20, remote_bytes=1 << 30
+    )
     chance = random.Random(8)
     chains = [chain_hashes(f"event {number}", CHAIN) for number in range(40)]
     with (
@@ -254,3 +252,50 @@ def test_what_lies_where_events_should_go_is_not_replaced(socket_dir: Path) -> N
             pass
         with subscriber(socket_dir) as reader:
             assert reader.ask_replay(0) == 0  # The first one still answers.
+
+
+def test_clear_beside_many_small_namespaces_is_soon_made_good(socket_dir: Path) -> None:
+    with (
+        running_daemon(
+            dram_bytes="48MiB", slab_bytes="2MiB", options=event_options(socket_dir)
+        ) as daemon,
+        Client(daemon.socket, settings=PATIENT) as client,
+        subscriber(socket_dir) as reader,
+    ):
+        daemon.wait_populated()
+        namespaces = [opened(client, f"tenant {number}") for number in range(20)]
+        for number, namespace in enumerate(namespaces):
+            block = chain_hashes(str(number), 1)[0]
+            client.put(namespace, [(block, payload_of(block).tobytes())])
+        wait_agree(reader, client)
+        client.clear(namespaces[0])
+        wait_agree(reader, client)  # Half a second for each namespace would be too long.
+
+
+def test_subscriber_that_does_not_read_costs_a_bounded_amount(socket_dir: Path) -> None:
+    config = EventsConfig(bind=f"ipc://{socket_dir}/events", buffer_bytes=1 << 20)
+    form = WireForm("bytes", msgspec.msgpack.Encoder().encode)
+    publisher = Publisher(config, form, on_short=lambda topic: None, wall=lambda: 0.0)
+    publisher.start()
+    reader = zmq.Context().socket(zmq.SUB)
+    for option, value in {zmq.RCVHWM: 1, zmq.RCVBUF: 4096, zmq.SUBSCRIBE: b""}.items():
+        reader.setsockopt(option, value)
+    reader.connect(config.bind)
+    hashes = chain_hashes("any", 256)
+    before_bytes = anon_bytes(os.getpid())
+    try:
+        stored = Stored(hashes, None, 16, PLACE_OF_TIER[TierName.DRAM])
+
+        def is_connected() -> bool:
+            publisher.put(b"kv", stored)
+            return bool(reader.poll(10))
+
+        eventually(is_connected, "the subscriber is connected")
+        for _ in range(6000):  # 50 MiB.
+            publisher.put(b"kv", stored)
+        eventually(lambda: publisher.waiting_count == 0, "all is sent")
+        held_bytes = anon_bytes(os.getpid()) - before_bytes
+    finally:
+        reader.context.destroy(linger=0)
+        publisher.close()
+    assert held_bytes < 30 << 20, f"{held_bytes >> 20} MiB"

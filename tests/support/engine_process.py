@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvtier.client import ClientSettings, SessionRef
 from kvtier.client.values import DIRECT_SLOTS, Lease
 from kvtier.errors import KVTierError, StaleSlot, Unavailable
 from kvtier.types import Role
-from tests.support import known_blocks
+from tests.support import known_blocks, session_churn
 from tests.support.known_blocks import WrongBytes, chain_hashes, spec_of
 from tests.support.mixed_load import LoadPlan, MixedLoad
 from tests.support.timed_client import TimedClient, measured_jitter
@@ -40,6 +41,7 @@ class EngineProcess:
     """The verbs; each takes the command's fields and gives the answer's."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self.socket = Path(options.socket)
         self.settings = ClientSettings(
             timeout_seconds=options.timeout_seconds, retry_seconds_max=0.2
         )
@@ -291,6 +293,11 @@ class EngineProcess:
         mixer = threading.Thread(target=load.run, args=(self._churn_ends,), daemon=True)
         self._churners.append(mixer)
         mixer.start()
+        return {}
+
+    def live(self, **plan: Any) -> Answer:
+        """Begin sessions of their own beside this one (session_churn.py), until the end."""
+        session_churn.begin(self.socket, plan, self.say)
         return {}
 
     def end_churn(self) -> Answer:

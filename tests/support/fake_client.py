@@ -20,7 +20,7 @@ from kvtier.client.arena import SlabPins
 from kvtier.clock import Clock
 from kvtier.errors import KVTierError, NotReserved, StaleSlot, Unavailable
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import CommitOutcome, Cut, PrefixMatch, TierName, Worth
+from kvtier.types import CommitOutcome, Cut, PrefixMatch, Presence, TierName, Worth
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -261,7 +261,10 @@ class FakeClient:
         count = self._matched_count(namespace, hashes)
         in_memory = [block_hash in namespace.resident for block_hash in hashes[:count]]
         memory_count = in_memory.index(False) if False in in_memory else count
-        return PrefixMatch(count, memory_count, _tiers_of(in_memory))
+        presence = b""
+        if not namespace.spec.chained:
+            presence = bytes(_presence_of(namespace, block_hash) for block_hash in hashes)
+        return PrefixMatch(count, memory_count, _tiers_of(in_memory), presence)
 
     def acquire(
         self,
@@ -358,6 +361,7 @@ class FakeClient:
         for index, (block_hash, slot) in enumerate(zip(hashes, slots, strict=True)):
             del self.reserved[slot]
             outcome = CommitOutcome.READY
+            parent = parent if namespace.spec.chained else None
             if epoch != namespace.epoch:
                 outcome = CommitOutcome.VOID
             elif namespace.has(block_hash):
@@ -448,6 +452,12 @@ class FakeClient:
             if not namespace.has(block_hash):
                 return index
         return len(hashes)
+
+
+def _presence_of(namespace: FakeNamespace, block_hash: bytes) -> Presence:
+    if block_hash in namespace.resident:
+        return Presence.MEMORY
+    return Presence.LOWER if block_hash in namespace.nvme else Presence.ABSENT
 
 
 def _tiers_of(in_memory: Sequence[bool]) -> tuple[tuple[TierName, int], ...]:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from kvtier.client import Client, ClientSettings, Namespace
 from kvtier.errors import KVTierError
-from kvtier.pools.remote.files import prepare_root
 from kvtier.types import Worth
 from tests.support.daemon import RunningDaemon, running_daemon
+from tests.support.four_tiers import four_tier_options, wait_four_tiers
 from tests.support.known_blocks import chain_hashes, offload, payload_of, read_leased, spec_of
-from tests.support.nvme_daemon import make_pool, wait_metric, wait_state
 
 BLOCK_BYTES = 32 << 10
 CHAIN = 8
@@ -31,23 +30,11 @@ PATIENT = ClientSettings(timeout_seconds=10.0)
 @contextlib.contextmanager
 def four_tiers(folder: Path) -> Iterator[RunningDaemon]:
     """DRAM, emulated CXL, NVMe, and a folder as the remote engine; all of them on."""
-    make_pool(folder / "pool", pool_bytes=NVME_BYTES, segment_bytes=1 << 20)
-    prepare_root(folder / "share")
-    options = {
-        "cxl.emulate": "4GB/s,400ns",
-        "cxl.bytes": str(CXL_BYTES),
-        "cxl.slab_bytes": "2MiB",
-        "nvme.paths": str(folder / "pool"),
-        "nvme.write_bytes_per_hour": "1TiB",
-        "remote.engine": "files",
-        "remote.path": str(folder / "share"),
-        "remote.capacity_bytes": "4GiB",
-        "remote.timeout_seconds": "5",
-    }
+    options = four_tier_options(
+        folder, cxl_bytes=CXL_BYTES, nvme_bytes=NVME_BYTES, segment_bytes=1 << 20
+    )
     with running_daemon(dram_bytes=str(DRAM_BYTES), slab_bytes="2MiB", options=options) as daemon:
-        wait_state(daemon, "on")
-        wait_metric(daemon, 'kvtier_cxl_state{state="on"}', 1)
-        daemon.wait_populated()
+        wait_four_tiers(daemon)
         yield daemon
 
 

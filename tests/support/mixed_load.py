@@ -34,8 +34,9 @@ class LoadPlan:
 
 
 class MixedLoad:
-    """Says, as it goes: made (before a chain of so many blocks is stored), evicting, clearing,
-    cleared, hits (right bytes), wrong and refused."""
+    """Says, as it goes: made (before a chain of so many blocks is stored), stored (so many are
+    resident by the daemon's word), evicting, clearing, cleared, hits (right bytes), wrong and
+    refused."""
 
     def __init__(
         self, client: Client, namespace: Namespace, plan: LoadPlan, say: Callable[..., None]
@@ -92,11 +93,13 @@ class MixedLoad:
         if len(self._known) > KNOWN_MAX:
             del self._known[next(iter(self._known))]
         if self._rng.random() < 0.5:
-            known_blocks.offload(self._client, self._namespace, hashes)
+            stored_count = known_blocks.offload(self._client, self._namespace, hashes)
         else:
             block_bytes = self._namespace.block_bytes
             blocks = [(one, payload_of(one, block_bytes)) for one in hashes]
-            self._client.put(self._namespace, blocks)
+            done = self._client.put(self._namespace, blocks)
+            stored_count = done.ready_count + done.present_count
+        self._say(event="stored", label=label, count=stored_count)
 
     # -------------------------------------------------------------------------------- reading
 

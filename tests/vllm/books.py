@@ -87,11 +87,13 @@ class Books:
         def updated(output: Any, told: Any) -> Any:
             transfer = told.kv_connector_output
             assert not transfer.finished_sending, "nothing was ever promised to be sent"
+            failed = transfer.failed_recving or set()  # Of several groups, as a whole.
+            assert failed <= (transfer.finished_recving or set()), "a failed load has ended too"
             for request_id in transfer.finished_recving or ():
                 self.owed[request_id] -= 1
                 assert self.owed[request_id] == 0, f"{request_id} received what nobody had promised"
                 assert request_id in self.rig.scheduler.requests, f"{request_id} is not known"
-            self.counts["failed loads"] += bool(transfer.invalid_block_ids)
+            self.counts["failed loads"] += bool(transfer.invalid_block_ids or failed)
             self.counts["preemptions"] += len(output.preempted_req_ids or ())
             outputs = call(output, told)
             for outs in outputs.values():

@@ -35,6 +35,26 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random Gemma: layers that see everything, and layers of a window."""
+    from tests.vllm.models import write_tiny_gemma
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-gemma"
+    write_tiny_gemma(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random DeepSeek: one latent for all heads."""
+    from tests.vllm.models import write_tiny_deepseek
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-deepseek"
+    write_tiny_deepseek(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of SmolLM2-135M, out of the package that the reference engine uses."""
     from tests.vllm.models import write_smollm2

@@ -79,9 +79,13 @@ class VllmEngine:
         side = self.connector._scheduler
         worker = self.connector_of_worker()._worker
         deadline = time.monotonic() + WAIT_SECONDS
-        namespace = worker._client.open_namespace(worker._spec)
-        arena = worker._client.arena(namespace)
-        while side._core._desk.session() is None or not arena.mapped_slot_count:
+        grouped = getattr(worker, "_clients", None)
+        specs = worker._specs if grouped else [worker._spec]
+        arenas = [
+            client.arena(client.open_namespace(spec))
+            for client, spec in zip(grouped or [worker._client], specs, strict=True)
+        ]
+        while side._core._desk.session() is None or not all(a.mapped_slot_count for a in arenas):
             assert time.monotonic() < deadline, "kvtier did not get ready"
             time.sleep(0.002)
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>"]
@@ -31,7 +40,66 @@ def write_tiny_llama(folder: Path, *, seed: int = 1234) -> None:
         # With the usual 0.02 a random model repeats one token, whatever its KV holds.
         initializer_range=0.2,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    _write(LlamaForCausalLM(config), folder)
+
+
+def write_tiny_gemma(folder: Path, *, window: int = 96, seed: int = 1234) -> None:
+    """A hybrid: two layers see everything, two the last `window` tokens, in turn."""
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=8192,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        initializer_range=0.2,
+    )
+    model = Gemma3ForCausalLM(config)
+    # They are the output's as well: as large as usual, each token would be followed by itself.
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.01)
+    _write(model, folder)
+
+
+def write_tiny_deepseek(folder: Path, *, seed: int = 1234) -> None:
+    """Latent attention (MLA): one latent a token for all heads."""
+    torch.manual_seed(seed)
+    config = DeepseekV2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=3,  # No experts.
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        initializer_range=0.2,
+    )
+    _write(DeepseekV2ForCausalLM(config), folder)
+
+
+def _write(model: Any, folder: Path) -> None:
+    model = model.to(torch.bfloat16)
     model.generation_config.do_sample = False
     model.save_pretrained(folder, safe_serialization=True)
     write_word_tokenizer(folder)

@@ -102,6 +102,7 @@ class SchedulerRig:
     """One engine; `step` is one step of it."""
 
     shard_bytes: ClassVar[int] = SHARD_BYTES
+    hash_tokens: ClassVar[int] = BLOCK_TOKENS
 
     model: Path
     device_block_count: int = 64
@@ -204,7 +205,7 @@ class SchedulerRig:
             prompt_token_ids=list(prompt),
             sampling_params=params,
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+            block_hasher=get_request_block_hasher(self.hash_tokens, sha256),
             **(facts or {}),
         )
         self.scheduler.add_request(request)

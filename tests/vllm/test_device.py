@@ -11,7 +11,7 @@ import torch
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.vllm.device import device_blocks
 from kvtier.connector.vllm.geometry import geometry_of
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.cuda.fake import FakeCudart, FakeDevice
 from kvtier.cuda.kernel_copies import find_run_kernels
 from tests.support.twin_kernels import copy_runs_twin

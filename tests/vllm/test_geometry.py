@@ -12,7 +12,7 @@ import torch
 from kvtier.connector.vllm.copier import GatheringCopier, StraightCopier, cpu_copier
 from kvtier.connector.vllm.device import device_tensors
 from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.cuda.device_layout import layout_of
 from kvtier.errors import BadRequest
 

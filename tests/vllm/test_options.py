@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from kvtier.connector.vllm.options import parse_options
-from kvtier.connector.vllm.refusals import (
-    Unsupported,
-    check_supported,
-    warn_of_failing_loads,
-)
+from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.errors import ConfigError
 from tests.vllm.engines import transfer_config, vllm_engine
 from tests.vllm.versions import needs_engine
@@ -70,6 +68,10 @@ class RSWASpec(FullAttentionSpec):
     pass
 
 
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
 def config(**changes: Any) -> SimpleNamespace:
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | {
         name: value for name, value in changes.items() if name.endswith("_size")
@@ -77,7 +79,10 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(enable_sleep_mode=changes.get("sleep", False)),
-        cache_config=SimpleNamespace(calculate_kv_scales=changes.get("scales", False)),
+        cache_config=SimpleNamespace(
+            calculate_kv_scales=changes.get("scales", False),
+            enable_prefix_caching=changes.get("caching", True),
+        ),
     )
 
 
@@ -87,6 +92,9 @@ def caches(*specs: Any) -> SimpleNamespace:
     )
 
 
+HYBRID = caches(FullAttentionSpec(), SlidingWindowSpec())
+
+
 @pytest.mark.parametrize(
     ("vllm_config", "kv_cache_config", "words"),
     [
@@ -94,9 +102,12 @@ def caches(*specs: Any) -> SimpleNamespace:
         (config(decode_context_parallel_size=2), caches(FullAttentionSpec()), "context"),
         (config(sleep=True), caches(FullAttentionSpec()), "--enable-sleep-mode"),
         (config(scales=True), caches(FullAttentionSpec()), "--calculate-kv-scales"),
-        (config(), caches(FullAttentionSpec(), SlidingWindowSpec()), "2 KV cache groups"),
-        (config(), caches(SlidingWindowSpec()), "SlidingWindowSpec"),
+        (config(tensor_parallel_size=2), HYBRID, "several ranks"),
+        (config(pipeline_parallel_size=2), HYBRID, "several ranks"),
+        (config(caching=False), HYBRID, "prefix caching"),
+        (config(), caches(FullAttentionSpec(), MambaSpec()), "MambaSpec"),
         (config(), caches(RSWASpec()), "RSWASpec"),
+        (config(), caches(), "without KV cache groups"),
         (config(), None, "0.28 or newer"),
     ],
 )
@@ -112,6 +123,24 @@ def test_what_is_not_supported_is_refused_in_one_line(
 @pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}])
 def test_one_group_of_full_attention_is_supported_on_any_ranks(ranks: dict[str, int]) -> None:
     check_supported(config(**ranks), caches(FullAttentionSpec()))
+
+
+def test_windows_beside_full_attention_are_supported_and_windows_alone() -> None:
+    check_supported(config(), HYBRID)
+    check_supported(config(), caches(SlidingWindowSpec()))
+
+
+def test_mla_is_refused_where_the_engine_computes_prompts_without_what_is_before_them(
+    tiny_deepseek: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hit of 96 of 100 tokens, all bytes right, it said other tokens than without."""
+    options = EngineArgs(model=str(tiny_deepseek), skip_tokenizer_init=True, max_model_len=512)
+    real = options.create_engine_config()
+    assert real.model_config.use_mla
+    with pytest.raises(Unsupported, match="MLA prompts"):
+        check_supported(real, caches(FullAttentionSpec()))
+    monkeypatch.setattr(real.scheduler_config, "enable_chunked_prefill", True)
+    check_supported(real, caches(FullAttentionSpec()))
 
 
 def test_engine_on_several_nodes_is_refused() -> None:

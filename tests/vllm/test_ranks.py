@@ -12,7 +12,7 @@ from kvtier.connector.sharding import Place
 from kvtier.connector.vllm.exchange import Handshake
 from kvtier.connector.vllm.identity import engine_id_of
 from kvtier.connector.vllm.ranks import Reports, place_of
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 from tests.support.connector_rig import spec_of
 from tests.vllm.scheduler_rig import SchedulerRig
 

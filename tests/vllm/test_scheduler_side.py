@@ -29,6 +29,18 @@ def test_restarted_engine_loads_the_full_blocks_and_computes_the_rest(tiny_llama
     rig.check_nothing_left()
 
 
+def test_workers_hear_how_many_tokens_a_step_computes(tiny_llama: Path) -> None:
+    """By it they compare steps with copies and without, and hold offloads back."""
+    rig = SchedulerRig(tiny_llama)
+    rig.add("a", prompt_of(100), tokens=3)
+    counts = []
+    while rig.scheduler.has_requests():
+        output = rig.step()
+        assert output.kv_connector_metadata.token_count == output.total_num_scheduled_tokens
+        counts.append(output.total_num_scheduled_tokens)
+    assert sum(counts) == 100 + 2
+
+
 def stored(rig: SchedulerRig, prompt: list[int]) -> None:
     """Have the prompt's blocks in kvtier, and nothing in the engine."""
     rig.add("stored", prompt)

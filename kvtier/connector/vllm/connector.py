@@ -18,6 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, WorkerReport
+from kvtier.connector.vllm.grouped_side import GroupedSide
+from kvtier.connector.vllm.grouped_worker import GroupedWorkerSide
+from kvtier.connector.vllm.groups import is_grouped
 from kvtier.connector.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.connector.vllm.options import parse_options
 from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
@@ -34,13 +37,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
+        grouped = is_grouped(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             warn_of_failing_loads(vllm_config.kv_transfer_config)
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            scheduler_side = GroupedSide if grouped else SchedulerSide
+            self._scheduler = scheduler_side(vllm_config, kv_cache_config, options)
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+            worker_side = GroupedWorkerSide if grouped else WorkerSide
+            self._worker = worker_side(vllm_config, kv_cache_config, options)
 
     # ------------------------------------------------------------------------------- what we are
 
@@ -88,11 +94,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pass
 
     def wait_for_save(self) -> None:
-        pass
+        assert self._worker is not None
+        self._worker.start_behind()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
         return None, self._worker.take_received() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        assert self._worker is not None
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
@@ -111,6 +124,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         assert self._scheduler is not None
         self._scheduler.meet(metadata)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if isinstance(self._scheduler, GroupedSide):
+            self._scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         assert self._scheduler is not None
@@ -150,7 +168,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[Sequence[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else ())
+        assert self._scheduler is not None
+        self._scheduler.on_finished_groups(request, block_ids)
+        return False, None
 
     def has_pending_push_work(self) -> bool:
         assert self._scheduler is not None

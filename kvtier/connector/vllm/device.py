@@ -12,7 +12,7 @@ import torch
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stream_copying import DeviceBlocks
 from kvtier.connector.vllm.geometry import BlockGeometry
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.cuda.cudart import open_cudart
 from kvtier.cuda.device_layout import DeviceTensor, layout_of
 from kvtier.cuda.errors import CudaRefused, CudaUnavailable

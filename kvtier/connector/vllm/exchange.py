@@ -27,6 +27,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     spec: NamespaceSpec  # Of the rank's own shard alone.
     place: Place = Place()
     machine: str = ""  # Ranks on several have no daemon in common.
+    groups: tuple[NamespaceSpec, ...] = ()  # Of a hybrid model, in vLLM's order.
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class StepOrder(KVConnectorMetadata):  # type: ignore[misc]
     fenced_jobs: tuple[int, ...] = ()
     unstarted: tuple[UnstartedLoad, ...] = ()
     token_count: int = 0  # That the step computes.
+    # Of a hybrid model, by group; their offloads begin behind the step's forward pass.
+    group_plans: tuple[StepPlan, ...] = ()
 
 
 @dataclass

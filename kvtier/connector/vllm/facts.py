@@ -11,14 +11,16 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvtier.connector.vllm.geometry import BlockGeometry
+from kvtier.connector.vllm.groups import GroupForm
 from kvtier.connector.vllm.options import PREFIX, Options
-from kvtier.connector.vllm.refusals import layer_specs
+from kvtier.connector.vllm.unsupported import layer_specs
 from kvtier.connector.vllm.weights import files_digest, weight_files
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
 
@@ -33,14 +35,43 @@ _NOT_FACTS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 def namespace_of_engine(
     vllm_config: Any, kv_cache_config: Any, geometry: BlockGeometry, options: Options
 ) -> NamespaceSpec:
-    """Raises BadRequest when a fact is out of bounds."""
+    """Of an engine of one group. Raises BadRequest when a fact is out of bounds."""
+    spec = _spec_of(vllm_config, kv_cache_config.kv_cache_groups[0], geometry, options)
+    spec.validate()
+    return spec
+
+
+def namespace_of_group(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    geometry: BlockGeometry,
+    options: Options,
+    form: GroupForm,
+) -> NamespaceSpec:
+    """Of one group of a hybrid model. Raises BadRequest when a fact is out of bounds."""
+    groups = kv_cache_config.kv_cache_groups
+    spec = _spec_of(vllm_config, groups[form.number], geometry, options)
+    others = " ".join(_layers_digest(group)[:8] for group in groups)
+    spec = replace(
+        spec,
+        kv_group=_clip(form.name),
+        chained=form.chained,
+        extra=spec.extra | {"groups": _clip(others)},
+    )
+    spec.validate()
+    return spec
+
+
+def _spec_of(
+    vllm_config: Any, group: Any, geometry: BlockGeometry, options: Options
+) -> NamespaceSpec:
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    spec = NamespaceSpec(
+    return NamespaceSpec(
         model=_model_name(model),
         weights=options.weights or _weights_of(vllm_config),
         kv_dtype=f"{geometry.dtype} {cache.cache_dtype}",
         layout=geometry.layout,
-        block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        block_tokens=group.kv_cache_spec.block_size,
         shard_bytes=geometry.shard_bytes,
         hash_bytes=_hash_bytes(cache.prefix_caching_hash_algo),
         attention=_clip(_attention_of(vllm_config)),
@@ -53,12 +84,10 @@ def namespace_of_engine(
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": str(model.quantization or ""),
             "config": _config_digest(vllm_config),
-            "layers": _layers_digest(kv_cache_config),
+            "layers": _layers_digest(group),
             "speculative": _clip(_speculative_of(vllm_config)),
         },
     )
-    spec.validate()
-    return spec
 
 
 def none_hash(algorithm: str) -> bytes:
@@ -139,8 +168,7 @@ def _is_steady(ropes: Any) -> bool:
     return kind in _STEADY_ROPES
 
 
-def _layers_digest(kv_cache_config: Any) -> str:
-    group = kv_cache_config.kv_cache_groups[0]
+def _layers_digest(group: Any) -> str:
     lines = [*group.layer_names, *(str(spec) for spec in layer_specs(group.kv_cache_spec))]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtier.connector.jobs import FailReason, JobResult
 from kvtier.connector.sharding import Place
-from kvtier.connector.vllm.refusals import layer_specs
+from kvtier.connector.vllm.unsupported import layer_specs
 
 
 def rank_count_of(vllm_config: Any) -> int:

@@ -8,17 +8,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvtier.errors import ConfigError
+from kvtier.connector.vllm.groups import check_grouped, is_grouped
+from kvtier.connector.vllm.unsupported import refuse
 
 log = logging.getLogger(__name__)
-
-# Kinds of layers whose blocks stay as they are until their request ends. Subclasses are not taken
-# on trust: some free or move blocks while a request runs.
-_KNOWN_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-
-
-class Unsupported(ConfigError):
-    """This engine cannot run with kvtier as it is configured."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -30,31 +23,36 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     ):
         size = getattr(parallel, name, 1)
         if size > 1:
-            _refuse(f"{text} ({name}={size}) is not supported yet", "set it to 1")
+            refuse(f"{text} ({name}={size}) is not supported yet", "set it to 1")
     nodes = getattr(parallel, "nnodes_within_dp", 1)
     if nodes > 1:
-        _refuse(f"an engine on {nodes} nodes is not supported", "run each engine on one node")
+        refuse(f"an engine on {nodes} nodes is not supported", "run each engine on one node")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        _refuse("sleep mode is not supported", "run without --enable-sleep-mode")
+        refuse("sleep mode is not supported", "run without --enable-sleep-mode")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        _refuse(
+        refuse(
             "scales calculated at run time differ from engine to engine",
             "run without --calculate-kv-scales",
         )
-    if kv_cache_config is None:
-        _refuse("this vLLM does not tell connectors the KV cache's form", "use vLLM 0.28 or newer")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        _refuse(
-            f"models with {len(groups)} KV cache groups are not supported yet",
-            "try --disable-hybrid-kv-cache-manager",
+    if _is_blind_to_prefixes(vllm_config):
+        refuse(
+            "this engine computes MLA prompts without the KV before them, and would answer wrongly"
+            " after a hit (vLLM on CPUs)",
+            "run it on a GPU, or without kvtier",
         )
-    for spec in layer_specs(groups[0].kv_cache_spec):
-        if type(spec).__name__ not in _KNOWN_SPECS:
-            _refuse(
-                f"layers of kind {type(spec).__name__} are not supported yet",
-                "try --disable-hybrid-kv-cache-manager",
-            )
+    if kv_cache_config is None:
+        refuse("this vLLM does not tell connectors the KV cache's form", "use vLLM 0.28 or newer")
+    if is_grouped(kv_cache_config):
+        check_grouped(vllm_config, kv_cache_config)
+
+
+def _is_blind_to_prefixes(vllm_config: Any) -> bool:
+    """vLLM's MLA for CPUs; its own sign of it is that it switches chunked prefill off."""
+    return bool(
+        getattr(vllm_config.model_config, "use_mla", False)
+        and vllm_config.device_config.device_type == "cpu"
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def warn_of_failing_loads(transfer_config: Any) -> None:
@@ -70,13 +68,3 @@ def warn_of_failing_loads(transfer_config: Any) -> None:
             " vLLM computes the block instead (in a MultiConnector: the outer one's counts; set it"
             " in both)"
         )
-
-
-def layer_specs(group_spec: Any) -> list[Any]:
-    """The specs of a group's layers; one for all where they are equal."""
-    by_layer = getattr(group_spec, "kv_cache_specs", None)
-    return [group_spec] if by_layer is None else list(by_layer.values())
-
-
-def _refuse(what: str, advice: str) -> None:
-    raise Unsupported(f"kvtier: {what}; {advice}, or without kvtier")

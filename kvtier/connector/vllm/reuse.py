@@ -63,10 +63,15 @@ class ReuseWatch:
             if not allocated.isdisjoint(job.device_blocks):
                 continue
             good.append(job)
+        self.note_read(good)
+        return good, tuple(sorted(fenced))
+
+    def note_read(self, jobs: Sequence[OffloadJob]) -> None:
+        """These jobs read, from this step on."""
+        for job in jobs:
             self._read[job.job_id] = job.device_blocks
             for block in job.device_blocks:
                 self._reader[block] = job.job_id
-        return good, tuple(sorted(fenced))
 
     def note_results(self, results: Sequence[JobResult]) -> None:
         """These jobs read nothing any more, on no rank."""

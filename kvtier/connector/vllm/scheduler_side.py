@@ -27,15 +27,15 @@ from kvtier.connector.vllm.metrics import KVTierStats
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.plain import tokens_of
 from kvtier.connector.vllm.ranks import Reports, of_all_ranks, rank_count_of
-from kvtier.connector.vllm.refusals import Unsupported
 from kvtier.connector.vllm.reuse import ReuseWatch
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
 from kvtier.types import Role, TierName
 
 log = logging.getLogger(__name__)
 
 ALL_BLOCKS = 1 << 31
-_WEIGHTS_CHARS = FACT_CHARS_MAX - 32  # What a reset adds tells all versions apart.
+WEIGHTS_CHARS = FACT_CHARS_MAX - 32  # What a reset adds tells all versions apart.
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +116,6 @@ class SchedulerSide:
                 "kvtier: the ranks of this engine are on several machines; run each engine on one,"
                 " or without kvtier"
             )
-        spec = whole_namespace({handshake.place: handshake.spec for handshake in known})
         client = Client(
             self._options.socket,
             settings=CLIENT_SETTINGS,
@@ -124,6 +123,11 @@ class SchedulerSide:
             role=Role.SCHEDULER,
             name="vllm scheduler",
         )
+        self._open(self._handshakes, client)
+
+    def _open(self, handshakes: Mapping[int, Handshake], client: Client) -> None:
+        known = handshakes.values()
+        spec = whole_namespace({handshake.place: handshake.spec for handshake in known})
         core = SchedulerConnector(client, spec, settings=self._settings)
         self.begin(core, client, spec, tuple(handshake.place for handshake in known))
 
@@ -143,11 +147,7 @@ class SchedulerSide:
         assert self._spec is not None, "the core is made from it"
         seed = none_hash(self._spec.hash_algorithm).hex()
         if seed != self._spec.hash_seed:
-            log.warning(
-                "kvtier: this engine's block hashes have a seed of their own, so nothing is kept"
-                " for other engines or the next start; set PYTHONHASHSEED to the same number for"
-                " all, or use --prefix-caching-hash-algo sha256"
-            )
+            warn_of_seed()
             self._spec = replace(self._spec, hash_seed=seed)
             core.reset(self._spec)
 
@@ -167,11 +167,17 @@ class SchedulerSide:
                 return
             hashes = AdapterHashes(hashes, mark)
         if may_onboard or may_offload:
-            self._requests[request.request_id] = Tracked(
-                request, hashes, may_onboard, may_offload, request.num_preemptions
-            )
-            head = Head(hashes, len(hashes))
-            core.on_new_request(request.request_id, head, tokens_of(request, self._block_tokens))
+            self._track(request, hashes, may_onboard, may_offload)
+
+    def _track(
+        self, request: Any, hashes: Sequence[bytes], may_onboard: bool, may_offload: bool
+    ) -> None:
+        assert self._core is not None, "nobody tracks before it is begun"
+        self._requests[request.request_id] = Tracked(
+            request, hashes, may_onboard, may_offload, request.num_preemptions
+        )
+        head, described = Head(hashes, len(hashes)), tokens_of(request, self._block_tokens)
+        self._core.on_new_request(request.request_id, head, described)
 
     def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own; always loaded between steps, never within one."""
@@ -215,22 +221,31 @@ class SchedulerSide:
 
     def hit_sources(self, request: Any, external_tokens: int) -> dict[Any, int]:
         """Where the tokens just promised come from; called after `on_allocated`."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
         if self._core is None or external_tokens <= 0:
             return {}
-        named = {
-            TierName.NVME: CacheHitSource.DISK,
-            TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for remote stores.
-        }
         sources: dict[Any, int] = {}
         for tier, count in self._core.onboard_sources(request.request_id):
-            name = named.get(tier, CacheHitSource.HOST)
+            name = self._source_of(tier)
             sources[name] = sources.get(name, 0) + count * self._block_tokens
         left = external_tokens - sum(sources.values())
         if left > 0:  # A load that could not be planned: vLLM will hear that it failed.
-            sources[CacheHitSource.HOST] = sources.get(CacheHitSource.HOST, 0) + left
+            name = self._source_of(None)
+            sources[name] = sources.get(name, 0) + left
         return sources
+
+    @staticmethod
+    def _source_of(tier: TierName | None) -> Any:
+        """vLLM's word for it."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        named = {
+            TierName.NVME: CacheHitSource.DISK,
+            TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+        }
+        return CacheHitSource.HOST if tier is None else named.get(tier, CacheHitSource.HOST)
+
+    def on_finished_groups(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        self.on_finished(request, tables[0] if tables else ())
 
     def on_finished(self, request: Any, device_blocks: Sequence[int]) -> None:
         """`device_blocks` are vLLM's to give away from now on."""
@@ -285,16 +300,16 @@ class SchedulerSide:
         if len(good) < len(plan.offloads):
             kept = {job.job_id for job in good}
             for job_id in {job.job_id for job in plan.offloads} - kept:
-                reason = FailReason.WITHDRAWN
-                self._own_results += of_all_ranks(job_id, reason, self._places)
+                self._drop(job_id, FailReason.WITHDRAWN)
             plan = replace(plan, offloads=tuple(good))
         for job in plan.onboards:
             self._untold.pop(job.request_id, None)
         unstarted = tuple(UnstartedLoad(*item) for item in self._untold.items())
         self._untold.clear()
-        self._meter.note_step(plan, output.total_num_scheduled_tokens)
+        token_count = output.total_num_scheduled_tokens
+        self._meter.note_step(plan, token_count)
         self._is_plan_told = True
-        return StepOrder(plan, fenced, unstarted)
+        return StepOrder(plan, fenced, unstarted, token_count)
 
     def on_output(self, output: Any) -> None:
         core, report = self._core, output.kv_connector_worker_meta
@@ -312,6 +327,7 @@ class SchedulerSide:
                 for request_id, loaded in self._loading.items()
                 if not set(loaded).isdisjoint(bad_blocks)
             }
+        self._failed_loads |= set(getattr(output, "failed_recving", None) or ())
         for request_id in output.finished_recving or ():
             loaded = self._loading.pop(request_id, ())
             is_good = request_id not in self._failed_loads
@@ -325,6 +341,10 @@ class SchedulerSide:
         if bad_blocks:  # Another connector's: in the step that loaded them they counted as good.
             core.on_blocks_invalid(bad_blocks)
         self._take_outcome(core, results)
+
+    def _drop(self, job_id: int, reason: FailReason) -> None:
+        """No rank is told of the job."""
+        self._own_results += of_all_ranks(job_id, reason, self._places)
 
     def _take_outcome(self, core: SchedulerConnector, results: Sequence[JobResult]) -> None:
         for request_id in core.on_results(results).released:
@@ -352,7 +372,7 @@ class SchedulerSide:
         """vLLM dropped its KV, for new weights perhaps: nobody must use the old KV for them."""
         core, spec = self._core, self._spec
         if core is not None and spec is not None:
-            weights = f"{spec.weights[:_WEIGHTS_CHARS]} reset {secrets.token_hex(8)}"
+            weights = f"{spec.weights[:WEIGHTS_CHARS]} reset {secrets.token_hex(8)}"
             own = replace(spec, weights=weights)
             if self._is_alone:
                 core.clear(own)
@@ -450,6 +470,14 @@ class SchedulerSide:
             tracked.full_count = count
             hashes, filled = Head(tracked.hashes, count), Head(device_blocks, count)
             core.on_blocks_full(tracked.request.request_id, hashes, filled)
+
+
+def warn_of_seed() -> None:
+    log.warning(
+        "kvtier: this engine's block hashes have a seed of their own, so nothing is kept"
+        " for other engines or the next start; set PYTHONHASHSEED to the same number for"
+        " all, or use --prefix-caching-hash-algo sha256"
+    )
 
 
 def _started_in(output: Any) -> set[str]:

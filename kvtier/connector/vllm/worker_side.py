@@ -22,7 +22,7 @@ from kvtier.connector.vllm.geometry import BlockGeometry, geometry_of
 from kvtier.connector.vllm.identity import engine_id_of, machine_id
 from kvtier.connector.vllm.options import CLIENT_SETTINGS, Options
 from kvtier.connector.vllm.ranks import place_of_this_rank
-from kvtier.connector.vllm.refusals import Unsupported
+from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.connector.worker import WorkerConnector
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import Role
@@ -53,20 +53,11 @@ class WorkerSide:
         """Learn the tensors, and connect; the daemon may come later."""
         config = self._kv_cache_config
         geometry = geometry_of(kv_caches, config.num_blocks)
-        copier = _copier(geometry, kv_caches, self._options.settings)
+        copier = copier_of(geometry, kv_caches, self._options.settings)
         spec = namespace_of_engine(self._vllm_config, config, geometry, self._options)
         place = place_of_this_rank(self._vllm_config, config)
-        device = next(iter(kv_caches.values())).device
-        client = Client(
-            self._options.socket,
-            settings=CLIENT_SETTINGS,
-            engine_id=engine_id_of(self._vllm_config),
-            role=Role.WORKER,
-            shards=(place.shard,),
-            name="vllm worker" if place.rank_count == 1 else f"vllm worker {place.rank}",
-            memory_node=memory_node(device),
-            maps_segments=device.type == "cpu",  # Else they would have to be pinned.
-        )
+        name = "vllm worker" if place.rank_count == 1 else f"vllm worker {place.rank}"
+        client = worker_client(self._vllm_config, self._options, place, kv_caches, name)
 
         def make_worker(whole: NamespaceSpec) -> WorkerConnector:
             log.info(
@@ -121,6 +112,13 @@ class WorkerSide:
             self._loads[job.job_id] = (job.request_id, job.device_blocks)
         self._worker.start(plan)
 
+    def start_behind(self) -> None:
+        """The step's forward pass is queued: everything was started before it."""
+
+    def take_failed(self) -> set[str]:
+        """Requests whose loads failed, told as such; here it is told of their blocks."""
+        return set()
+
     def take_received(self) -> set[str]:
         """Requests whose loads have ended since the last call, well or not."""
         results = [] if self._worker is None else self._worker.poll()
@@ -162,7 +160,27 @@ class WorkerSide:
             self._client.close()
 
 
-def _copier(
+def worker_client(
+    vllm_config: Any,
+    options: Options,
+    place: Place,
+    kv_caches: Mapping[str, torch.Tensor],
+    name: str,
+) -> Client:
+    device = next(iter(kv_caches.values())).device
+    return Client(
+        options.socket,
+        settings=CLIENT_SETTINGS,
+        engine_id=engine_id_of(vllm_config),
+        role=Role.WORKER,
+        shards=(place.shard,),
+        name=name,
+        memory_node=memory_node(device),
+        maps_segments=device.type == "cpu",  # Else they would have to be pinned.
+    )
+
+
+def copier_of(
     geometry: BlockGeometry, kv_caches: Mapping[str, torch.Tensor], settings: ConnectorSettings
 ) -> BlockCopier | DeviceBlocks:
     """Raises Unsupported for devices that nobody copies from here."""

@@ -360,6 +360,14 @@ class FilesEngine:
 
     # What follows runs in threads: a value's calls in one, as a hop takes longer than most of them.
 
+    def _make_folder(self, folder: Path) -> None:
+        """Never the root: it may have vanished since somebody looked. Raises OSError."""
+        path = self._root
+        for name in folder.relative_to(self._root).parts:
+            path /= name
+            with suppress(FileExistsError):
+                path.mkdir()
+
     def _write_into_place(self, value: Bytes, arriving: Path, path: Path) -> None:
         """On trouble nothing is left of it."""
         try:
@@ -388,7 +396,7 @@ class FilesEngine:
                 work()
                 return
             os.stat(self._root / MARK_NAME)
-            os.makedirs(folder, exist_ok=True)
+            self._make_folder(folder)
         raise OSError(errno.EBUSY, "the folder was removed again and again", str(folder))
 
     def _read_value(self, path: Path, value_bytes_max: int, is_touched: bool) -> Reply:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import grpc
@@ -13,7 +15,10 @@ from kvtier.client.rpc import Rpc
 from kvtier.client.settings import ClientSettings
 from kvtier.client.values import Namespace, NamespaceState, SessionRef
 from kvtier.errors import BadRequest, TierFull, Unauthenticated, Unavailable
+from kvtier.io.memory import create_memfd
+from kvtier.memory import HUGE_BYTES
 from kvtier.namespace import NamespaceSpec
+from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.clock import ManualClock
 
 SPEC = NamespaceSpec("m", "w", "bfloat16", "nhd", 16, 4096)
@@ -93,6 +98,15 @@ def test_a_named_error_leaves_the_breaker_closed(link: Link) -> None:
     assert link.session is session
 
 
+def test_what_the_daemon_itself_calls_unavailable_is_an_answer(link: Link) -> None:
+    session = session_of(1)
+    connect(link, session)
+    said = "Unavailable: cleared on this node, but others could not be told"
+    error = link.failed(session, True, grpc.StatusCode.UNAVAILABLE, said)
+    assert isinstance(error, Unavailable)
+    assert link.session is session
+
+
 def test_an_unknown_token_ends_the_session(link: Link) -> None:
     session = session_of(1)
     connect(link, session)
@@ -129,6 +143,26 @@ def test_a_namespace_of_the_last_session_is_not_used_in_the_next(link: Link) -> 
     connect(link, new)
     with pytest.raises(Unavailable, match="still being opened"):
         link.begin(namespace)
+
+
+def test_what_is_kept_stays_while_nobody_answers_and_goes_when_the_client_closes(
+    link: Link,
+) -> None:
+    """A daemon that starts anew refuses a connection or two first."""
+    session = replace(session_of(1), keeps_memory=True)
+    connect(link, session)
+    fd = create_memfd("kvtier-slab", HUGE_BYTES)
+    offer = pb.SlabOffered(
+        namespace_id=1, slab_id=1, slot_count=16, slot_bytes=4096, slab_bytes=HUGE_BYTES
+    )
+    link.arenas.add(offer, fd, session.ref)
+    os.close(fd)
+    for why in ("broken", "connection refused", "connection refused"):
+        link.session_lost(why)
+        assert link.arenas.has_kept
+    link.start_closing()
+    link.session_lost("closing")
+    assert not link.arenas.has_kept
 
 
 def test_a_refused_namespace_raises_the_daemons_reason(link: Link) -> None:

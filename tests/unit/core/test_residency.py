@@ -5,10 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.namespace_facts import NamespaceFacts
+from kvtier.core.residency import Residency
 from kvtier.core.slices import CommittedSlice
 from kvtier.policy.lru import LruPolicy
-from kvtier.types import BlockHash, CommitOutcome, Cut, NamespaceId, SessionId, SlabSetId
+from kvtier.types import (
+    BlockHash,
+    CommitOutcome,
+    Cut,
+    NamespaceId,
+    Presence,
+    SessionId,
+    SlabSetId,
+)
 from tests.support.world import HASH_BYTES, chain
 
 MINE = SessionId(7)
@@ -17,6 +26,14 @@ MINE = SessionId(7)
 @pytest.fixture
 def residency() -> Residency:
     facts = NamespaceFacts(NamespaceId(1), HASH_BYTES, 4096, 1)
+    residency = Residency(facts, epoch=1, set_slot_count=16, make_policy=LruPolicy)
+    residency.tier.add_set(SlabSetId(1), 0)
+    return residency
+
+
+@pytest.fixture
+def unchained() -> Residency:
+    facts = NamespaceFacts(NamespaceId(1), HASH_BYTES, 4096, 1, chained=False)
     residency = Residency(facts, epoch=1, set_slot_count=16, make_policy=LruPolicy)
     residency.tier.add_set(SlabSetId(1), 0)
     return residency
@@ -120,3 +137,33 @@ def test_every_voiding_is_counted(residency: Residency) -> None:
     residency.clear(2)
     counts.append(residency.void_count)
     assert counts[0] < counts[1] == counts[2] < counts[3]
+
+
+def test_unchained_blocks_need_no_parents_and_are_told_of_one_by_one(unchained: Residency) -> None:
+    a, b, c, d = chain("abcd")
+    done = commit(unchained, [b, d], parent=a)
+    assert done.outcomes == bytes([CommitOutcome.READY] * 2)
+    assert done.parents == [None, None]
+    here, gone = Presence.MEMORY, Presence.ABSENT
+    assert unchained.presence([a, b, c, d]).presence == bytes([gone, here, gone, here])
+    assert unchained.presence([b, d, a]).matched_count == 2
+    assert unchained.index.match([d, b, c]) == 2
+
+
+def test_unchained_blocks_are_leased_in_any_order_up_to_the_first_that_is_not_there(
+    unchained: Residency,
+) -> None:
+    a, b, c, d = chain("abcd")
+    commit(unchained, [b, d, c])
+    assert lease(unchained, [d, b]) == (2, Cut.NONE)
+    assert lease(unchained, [c, a, b]) == (1, Cut.MISS)
+
+
+def test_unchained_block_is_evicted_alone_and_a_duplicate_is_present(unchained: Residency) -> None:
+    a, b, c = chain("abc")
+    commit(unchained, [a, b, c])
+    assert commit(unchained, [b]).outcomes == bytes([CommitOutcome.PRESENT])
+    assert unchained.evict(1) == [a]
+    here, gone = Presence.MEMORY, Presence.ABSENT
+    assert unchained.presence([a, b, c]).presence == bytes([gone, here, here])
+    assert unchained.check_invariants() == []

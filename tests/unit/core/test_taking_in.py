@@ -12,7 +12,8 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core import lower_tier
 from kvtier.core.lower_tier import LowerTier
-from kvtier.core.residency import NamespaceFacts, Residency
+from kvtier.core.namespace_facts import NamespaceFacts
+from kvtier.core.residency import Residency
 from kvtier.core.segments import SegmentBook, by_segment
 from kvtier.layout import SegmentHeader, SlotLayout
 from kvtier.policy.lru import LruPolicy

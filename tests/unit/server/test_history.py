@@ -68,6 +68,8 @@ def test_a_removal_is_remembered_with_tier_reason_and_time(history: History) -> 
     ]
     assert history.events_of(OTHER, blocks[1], 99) == []
     assert history.events_of(NS, hashes(1, seed=9)[0], 99) == []
+    assert history.namespaces_of(blocks[1]) == {NS}
+    assert history.namespaces_of(hashes(1, seed=9)[0]) == set()
 
 
 def test_misses_and_refusals_stand_beside_removals_in_order(history: History) -> None:
@@ -145,3 +147,8 @@ def test_the_last_of_many_blocks_are_found_together() -> None:
     whys = np.array([found[short].why for short in shorts_of(blocks).tolist()])
     assert (whys[:100] == 2).all()
     assert (whys[100:] == 1).all()
+
+
+def test_a_ring_that_was_never_written_names_no_namespace() -> None:
+    ring = BlockRing(BUDGET_BYTES)
+    assert ring.namespaces_of(BlockHash(bytes(32))) == set(), "zeros are no record"

@@ -44,6 +44,7 @@ class TokenOutput:
     result: RequestResult | None = None
     index: int = 0  # Of the sample that goes on with this token.
     finish_reason: FinishReason | None = None  # Where the token ends its sample.
+    cached_count: int = 0  # Tokens of the prompt that the engine's cache and kvtier had.
 
 
 @dataclass(slots=True)
@@ -130,9 +131,10 @@ class Engine:
             if request.group is not None:
                 outputs += self._branch(request, request.group, row.cpu())
                 continue
-            is_greedy = request.params.temperature == 0.0
             token_id = (
-                likeliest if is_greedy else pick_token(row.cpu(), request.params, request.generator)
+                likeliest
+                if request.params.is_greedy
+                else pick_token(row.cpu(), request.params, request.generator)
             )
             if scheduled.load is Load.NONE:
                 outputs.append(self._append(request, token_id))
@@ -371,7 +373,9 @@ class Engine:
     def _append(self, request: Request, token_id: int) -> TokenOutput:
         reason = request.append(token_id, self._clock.now())
         result = None if reason is None else self._finish(request, reason)
-        return TokenOutput(request.leader_id, token_id, result, request.index, reason)
+        return TokenOutput(
+            request.leader_id, token_id, result, request.index, reason, request.cached_count
+        )
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestResult | None:
         """The result, where no other branch of the request goes on."""
@@ -394,6 +398,7 @@ class Engine:
             result,
             0,
             best.finish_reason,
+            group.leader.cached_count,
         )
 
     def _exchange(self) -> None:

@@ -131,6 +131,11 @@ class Request:
         return self.token_ids[self.prompt_count :]
 
     @property
+    def cached_count(self) -> int:
+        """Tokens of the prompt that were not computed, for its first start."""
+        return sum(self.prefix_counts or ())
+
+    @property
     def pending_count(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.computed_count

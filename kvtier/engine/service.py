@@ -7,7 +7,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.engine import IDLE_SECONDS, Engine, TokenOutput
@@ -27,7 +27,8 @@ class EngineService:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._orders: queue.Queue[Callable[[], None]] = queue.Queue(ORDERS_MAX)
+        # bounded: by `submit`, which never refuses to cancel what it has added.
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[Outcome], None]] = {}  # The thread's.
         self._ids = itertools.count()
         self._is_closing = False
@@ -43,7 +44,7 @@ class EngineService:
 
     async def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator[TokenOutput]:
+    ) -> AsyncGenerator[TokenOutput]:
         """The tokens of all samples as they come; leaving early cancels the request. Raises
         BadRequest, LimitExceeded, Unavailable."""
         loop = asyncio.get_running_loop()
@@ -60,7 +61,11 @@ class EngineService:
             except KVTierError as error:
                 self._tell(request_id, error)
 
-        self._order(add)
+        if self._is_closing:
+            raise Unavailable("the engine is shutting down")
+        if self._orders.qsize() >= ORDERS_MAX:
+            raise LimitExceeded("too many requests at once: try again later")
+        self._orders.put(add)
         is_over = False
         try:
             while not is_over:
@@ -72,15 +77,7 @@ class EngineService:
                 yield outcome
         finally:
             if not is_over:
-                self._order(lambda: self._cancel(request_id))
-
-    def _order(self, order: Callable[[], None]) -> None:
-        if self._is_closing:
-            raise Unavailable("the engine is shutting down")
-        try:
-            self._orders.put_nowait(order)
-        except queue.Full:
-            raise LimitExceeded("too many requests at once: try again later") from None
+                self._orders.put(lambda: self._cancel(request_id))
 
     def _run(self) -> None:
         error = Unavailable("the engine is shutting down")

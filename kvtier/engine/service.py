@@ -27,8 +27,10 @@ class EngineService:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # bounded: by `submit`, which never refuses to cancel what it has added.
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # `submit` refuses to add more, but always cancels what it has added.
+        self._orders: queue.SimpleQueue[Callable[[], None]] = (
+            queue.SimpleQueue()  # bounded: twice ORDERS_MAX.
+        )
         self._listeners: dict[str, Callable[[Outcome], None]] = {}  # The thread's.
         self._ids = itertools.count()
         self._is_closing = False

@@ -118,13 +118,14 @@ def test_stream_gives_the_same_text_piece_by_piece(served: Running) -> None:
 
 def test_two_long_chats_at_once_are_batched(served: Running) -> None:
     sizes: list[int] = []
-    compute = served.engine._compute
+    schedule = served.engine.scheduler.schedule
 
-    def counted(batch: Any) -> Any:
+    def counted() -> Any:
+        batch = schedule()
         sizes.append(len(batch))
-        return compute(batch)
+        return batch
 
-    served.engine._compute = counted  # type: ignore[method-assign]
+    served.engine.scheduler.schedule = counted  # type: ignore[method-assign]
     bodies = [
         {"messages": [{"role": "user", "content": text * 9}], "temperature": 0, "max_tokens": 80}
         for text in ("What of the sea? ", "What of the hills? ")
@@ -147,7 +148,7 @@ def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> 
             if one["index"] == choice["index"]
         ]  # fmt: skip
         assert "".join(pieces) == choice["text"]
-    assert served.engine.scheduler.copied_block_count == 4  # 18 tokens: half a block, twice.
+    assert served.engine.scheduler.tables.copied_count == 4  # 18 tokens: half a block, twice.
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def shared(model: LlamaModel, prompts: Prompts) -> Tokens:
     params = SamplingParams(tokens_max=TOKENS_MAX, sample_count=2)
     results = engine.generate(prompts, params)
     assert all(result.engine_cache_count > 0 for result in results)
-    assert engine.scheduler.copied_block_count > 0
+    assert engine.scheduler.tables.copied_count > 0
     assert all(one.samples[0].token_ids == one.samples[1].token_ids for one in results)
     return [result.token_ids for result in results]
 

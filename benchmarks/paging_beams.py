@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import Engine
+from kvtier.engine.files.smollm2 import load_smollm2
+from kvtier.engine.files.tokenizer import ChatMessage, Tokenizer
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.smollm2 import load_smollm2
-from kvtier.engine.tokenizer import ChatMessage, Tokenizer
 
 if TYPE_CHECKING:
     from benchmarks.paging import Lengths

@@ -133,7 +133,7 @@ class BlockTables:
 
 def _make_index(config: EngineConfig) -> PrefixIndex:
     if config.prefix_index is IndexKind.RADIX:
-        from kvtier.engine.radix_tree import RadixTree
+        from kvtier.engine.compared.radix_tree import RadixTree
 
         return RadixTree(config.block_tokens)
     return ChainedHashes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.engine.tokenizer import ChatMessage
+from kvtier.engine.files.tokenizer import ChatMessage
 from tests.support.tiny_models import TINY
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from kvtier.engine.files.smollm2 import load_smollm2
+from kvtier.engine.files.tokenizer import Tokenizer
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.smollm2 import load_smollm2
-from kvtier.engine.tokenizer import Tokenizer
 from tests.support.transformers_twin import to_transformers
 
 

@@ -20,8 +20,8 @@ from tests.support.tiny_models import tiny_model, tokens_alone
 
 aiohttp = pytest.importorskip("aiohttp", reason="kvtier[http] is not installed")
 
-from kvtier.engine.http_server import OpenAiServer, serve  # noqa: E402
-from kvtier.engine.service import EngineService  # noqa: E402
+from kvtier.engine.http.http_server import OpenAiServer, serve  # noqa: E402
+from kvtier.engine.http.service import EngineService  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LETTERS = Letters()

@@ -13,11 +13,11 @@ from transformers import LlamaForCausalLM
 from kvtier.engine.attention import plan_attention
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import Engine
-from kvtier.engine.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.smollm2 import smollm2_path
+from kvtier.engine.files.tokenizer import ChatMessage, Tokenizer
 from kvtier.engine.kv_cache import make_kv_cache
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.smollm2 import smollm2_path
-from kvtier.engine.tokenizer import ChatMessage, Tokenizer
 
 pytestmark = pytest.mark.slow
 

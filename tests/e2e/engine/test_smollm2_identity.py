@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connect import connected_engine as engine_on_kvtier
 from kvtier.engine.engine import Engine
+from kvtier.engine.files.tokenizer import ChatMessage, Tokenizer
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.tokenizer import ChatMessage, Tokenizer
 from kvtier.policy.preemption import Preemption
 from tests.support.daemon import running_daemon
 from tests.support.engines import PATIENT, patient_client

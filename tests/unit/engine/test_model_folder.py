@@ -10,8 +10,8 @@ import torch
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.engine import Engine
-from kvtier.engine.model_folder import FolderStreamDecoder, open_model
-from kvtier.engine.tokenizer import ChatMessage
+from kvtier.engine.files.model_folder import FolderStreamDecoder, open_model
+from kvtier.engine.files.tokenizer import ChatMessage
 from kvtier.errors import BadRequest
 from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 from tests.support.transformers_twin import to_transformers

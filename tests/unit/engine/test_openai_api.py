@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.engine.engine import TokenOutput
-from kvtier.engine.openai_api import Answers, parse_call
+from kvtier.engine.http.openai_api import Answers, parse_call
 from kvtier.engine.request import FinishReason
 from kvtier.errors import BadRequest
 from tests.support.letters import Letters

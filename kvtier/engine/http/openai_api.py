@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.engine import TokenOutput
+from kvtier.engine.files.tokenizer import ChatMessage
 from kvtier.engine.request import FinishReason
-from kvtier.engine.tokenizer import ChatMessage
 from kvtier.errors import BadRequest
 
 TOKENS_DEFAULT = {"completion": 16, "chat": 256}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kvtier.engine.config import ModelConfig
-from kvtier.engine.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.smollm2 import load_model, load_smollm2, load_tokenizer
+from kvtier.engine.files.tokenizer import ChatMessage
 from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
-from kvtier.engine.smollm2 import load_model, load_smollm2, load_tokenizer
-from kvtier.engine.tokenizer import ChatMessage
 from kvtier.errors import BadRequest
 
 if TYPE_CHECKING:
-    from kvtier.engine.openai_api import TextModel
+    from kvtier.engine.http.openai_api import TextModel
 
 
 def open_model(path: Path | None) -> tuple[LlamaModel, TextModel]:

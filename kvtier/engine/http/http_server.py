@@ -17,8 +17,8 @@ from functools import partial
 
 from aiohttp import web
 
-from kvtier.engine.openai_api import Answers, Body, Call, TextModel, parse_call
-from kvtier.engine.service import EngineService
+from kvtier.engine.http.openai_api import Answers, Body, Call, TextModel, parse_call
+from kvtier.engine.http.service import EngineService
 from kvtier.errors import BadRequest, KVTierError, LimitExceeded
 
 HOST = "127.0.0.1"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from kvtier.config_events import EventsConfig, check_events
+from kvtier.config_recorder import RecorderConfig
 from kvtier.config_remote import RemoteConfig, check_remote
 from kvtier.config_restart import RestartConfig, check_restart
 from kvtier.config_values import (
@@ -311,6 +312,7 @@ class Config:
     remote: RemoteConfig = RemoteConfig()
     kv_events: EventsConfig = EventsConfig()
     restart: RestartConfig = RestartConfig()
+    recorder: RecorderConfig = RecorderConfig()
     lease: LeaseConfig = LeaseConfig()
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
@@ -325,6 +327,7 @@ Section = (
     | RemoteConfig
     | EventsConfig
     | RestartConfig
+    | RecorderConfig
     | LeaseConfig
     | GrpcConfig
     | AdminConfig

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.salting import salted
 from kvtier.policy.eviction import Keys, LearningPolicy
 from kvtier.types import BlockHash, NamespaceId, PackedHashes
 
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 _KEY_BYTES = 8
 
 
-def keys_of(hashes: Sequence[BlockHash], start: int = 0) -> Keys:
-    """The last 64 bits of each hash from `start` on; all are of one length, 8 bytes or more."""
+def keys_of(hashes: Sequence[BlockHash], start: int = 0, salt: bytes = b"") -> Keys:
+    """The last 64 bits of each hash, salted, from `start` on; all are of one length, 8 bytes or
+    more."""
     if start >= len(hashes):
         return np.zeros(0, dtype=np.uint64)
+    if salt:
+        hashes = [BlockHash(salted(block, salt)) for block in hashes[start:]]
+        start = 0
     # Packed ones are not cut into hashes for this: they may be 100,000.
     joined = hashes.packed if isinstance(hashes, PackedHashes) else b"".join(hashes)
     packed = np.frombuffer(joined, dtype=np.uint8).reshape(len(hashes), -1)[start:]
@@ -38,12 +43,13 @@ class IndexedBlocks:
     """The blocks of one index, as policies see them."""
 
     def __init__(self, index: PrefixIndex, facts: NamespaceFacts) -> None:
-        self._index = index
+        self._index, self._salt = index, facts.key_salt
         self.count_max, self.block_tokens = facts.block_count_max, facts.block_tokens
 
     def keys_of(self, rows: Rows) -> Keys:
         hash_of = self._index.hash_of
-        return keys_of([cast(BlockHash, hash_of[row]) for row in rows.tolist()])
+        found = [cast(BlockHash, hash_of[row]) for row in rows.tolist()]
+        return keys_of(found, salt=self._salt)
 
     def parents_of(self, rows: Rows) -> Rows:
         return self._index.parent[rows]

@@ -209,6 +209,7 @@ class BlockManager:
                 chained=event.chained,
                 block_tokens=event.block_tokens,
                 block_count_max=self._ledger.slab_count_max // event.shard_count * set_slot_count,
+                key_salt=self._config.key_salt,
             ),
             epoch=event.epoch,
             set_slot_count=set_slot_count,

@@ -104,7 +104,8 @@ class Residency:
         `note_use` was told of."""
         ready = np.flatnonzero(self.tier.is_ready(places))
         count = int(ready[-1]) + 1 if len(ready) else 0
-        self.policy.on_request(self.tier.row[places[ready]], keys_of(hashes, count), now)
+        keys = keys_of(hashes, count, self.facts.key_salt)
+        self.policy.on_request(self.tier.row[places[ready]], keys, now)
 
     def note_use(self, rows: Rows, now: float) -> None:
         index = self.index

@@ -72,3 +72,5 @@ class ManagerConfig:
     lower: Mapping[TierName, LowerSettings] = field(
         default_factory=lambda: {TierName.NVME: LowerSettings()}
     )
+    # What policies know blocks by is salted with this, where a recording salts hashes likewise.
+    key_salt: bytes = b""

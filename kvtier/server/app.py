@@ -175,6 +175,8 @@ class Daemon:
             parts.cxl.stop()
             parts.cxl.close()
         is_quiet &= parts.nvme is None or await parts.nvme.close()
+        if parts.recorder is not None:
+            parts.recorder.close()
         if is_quiet:
             parts.pool.close()  # Else a thread may still read or write there.
         self._remove_sockets()

@@ -52,6 +52,7 @@ from kvtier.server.owed_clears import OwedClears
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
+from kvtier.server.recorder import RecordedManager, Recorder, draw_salt, open_recorder
 from kvtier.server.refitting import Refitting
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
@@ -96,6 +97,7 @@ class Parts:
     lane: LaneListener
     tcp_address: str
     admin: AdminServer | None
+    recorder: Recorder | None
 
 
 async def build(config: Config, plan: Plan, open_driver: OpenDriver = open_file) -> Parts:
@@ -135,7 +137,7 @@ class _Builder:
         self.plan = plan
         self._bound: list[Path] = []
         epochs = EpochStore(plan.state_dir / "epochs", lambda: secrets.randbits(32))
-        self.base = _base(config, plan, epochs, lower.paths)
+        self.base, self.recorder = _base(config, plan, epochs, lower.paths)
         self.core = self.base.core
         self.tokens = Tokens()
         self._make_memory(epochs)
@@ -274,6 +276,7 @@ class _Builder:
             lane=lane,
             tcp_address=tcp_address,
             admin=admin,
+            recorder=self.recorder,
         )
 
     def _effects(self) -> Effects:
@@ -421,10 +424,13 @@ class _Builder:
         ]
 
 
-def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | None) -> Base:
+def _base(
+    config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | None
+) -> tuple[Base, Recorder | None]:
     clock: Clock = SystemClock()
     metrics = Metrics()
-    core = CoreLoop(_manager(config, plan, paths), clock=clock, metrics=metrics)
+    manager, recorder = _manager(config, plan, paths)
+    core = CoreLoop(manager, clock=clock, metrics=metrics)
     namespaces = Namespaces(
         core,
         epochs,
@@ -433,26 +439,32 @@ def _base(config: Config, plan: Plan, epochs: EpochStore, paths: NvmePaths | Non
         count_max=config.server.namespaces_max,
         stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
-    return Base(core, namespaces, clock, metrics, History(budget_bytes=config.log.history_bytes))
+    history = History(budget_bytes=config.log.history_bytes)
+    return Base(core, namespaces, clock, metrics, history), recorder
 
 
-def _manager(config: Config, plan: Plan, paths: NvmePaths | None) -> BlockManager:
+def _manager(
+    config: Config, plan: Plan, paths: NvmePaths | None
+) -> tuple[BlockManager, Recorder | None]:
     lease, dram = config.lease, config.dram
-    return BlockManager(
-        ManagerConfig(
-            slab_bytes=plan.slab_bytes,
-            slab_count_max=plan.slab_count_max,
-            lease_seconds_max=lease.seconds_max,
-            lease_margin_seconds=lease.margin_seconds,
-            lease_first=plan.keeper.lease_first,
-            grace_seconds=lease.grace_seconds,
-            watermark_start=dram.watermark_start,
-            watermark_stop=dram.watermark_stop,
-            leases_per_session_max=lease.per_session_max,
-            lower=lower_settings(config, paths),
-        ),
-        make_policy=policy_named(dram.policy),
+    settings = ManagerConfig(
+        slab_bytes=plan.slab_bytes,
+        slab_count_max=plan.slab_count_max,
+        lease_seconds_max=lease.seconds_max,
+        lease_margin_seconds=lease.margin_seconds,
+        lease_first=plan.keeper.lease_first,
+        grace_seconds=lease.grace_seconds,
+        watermark_start=dram.watermark_start,
+        watermark_stop=dram.watermark_stop,
+        leases_per_session_max=lease.per_session_max,
+        lower=lower_settings(config, paths),
+        key_salt=draw_salt() if config.recorder.is_set else b"",
     )
+    make_policy = policy_named(dram.policy)
+    if not config.recorder.is_set:
+        return BlockManager(settings, make_policy=make_policy), None
+    recorder = open_recorder(config.recorder, settings, dram.policy)
+    return RecordedManager(settings, make_policy=make_policy, recorder=recorder), recorder
 
 
 def _add_port(server: grpc.aio.Server, address: str, option: str) -> int:

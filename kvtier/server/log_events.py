@@ -80,6 +80,10 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "epoch record unreadable": LogEvent("warning", "a new epoch begins", ("path", "reason")),
     "epoch record damaged, a new epoch begins": LogEvent("warning", "blocks are void", ("path",)),
+    "recording begins": LogEvent("info", "with [recorder] folder", ("path",)),
+    "recording ended": LogEvent(
+        "warning", "the disk failed, or was too slow; the daemon goes on", ("reason",)
+    ),
     "kv events dropped, all will be announced anew": LogEvent(
         "warning", "their readers are too slow", ("topic", "waiting")
     ),

@@ -56,10 +56,11 @@ LAYERS: dict[str, Layer] = {
     "config_remote": Layer((*VALUES, "config_values"), ENGINES),
     "config_events": Layer((*VALUES, "config_values"), ENGINES),
     "config_restart": Layer((*VALUES, "config_values"), ENGINES),
+    "config_recorder": Layer((*VALUES, "config_values"), ENGINES),
     "config": Layer(
         (
             *(*VALUES, "paths", "config_values"),
-            *("config_remote", "config_events", "config_restart"),
+            *("config_remote", "config_events", "config_restart", "config_recorder"),
         ),
         ENGINES,
     ),
@@ -67,14 +68,15 @@ LAYERS: dict[str, Layer] = {
     "policy": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "sizing": Layer(VALUES, (*EFFECTS, *ENGINES)),
     "core": Layer((*VALUES, "policy"), (*EFFECTS, *ENGINES)),
+    "recording": Layer((*VALUES, "policy", "core"), ENGINES),
     "io": Layer(SHARED, ENGINES),
     "codec": Layer(SHARED, ENGINES),
     "pools": Layer((*SHARED, "io", "clock", "codec"), ENGINES),
     "server": Layer(
         (
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
-            *("clock", "paths", "v1", "codec"),
-            *("config_remote", "config_events", "config_restart"),
+            *("clock", "paths", "v1", "codec", "recording"),
+            *("config_remote", "config_events", "config_restart", "config_recorder"),
         ),
         ENGINES,
     ),
@@ -84,12 +86,12 @@ LAYERS: dict[str, Layer] = {
     "connector.vllm": Layer((*CONNECTOR, "connector"), ("sglang", "gguf")),
     "connector.sglang": Layer((*CONNECTOR, "connector"), ("vllm", "gguf")),
     "engine": Layer((*CONNECTOR, "connector", "paths"), ("vllm", "sglang")),
-    "sim": Layer((*VALUES, "policy", "core"), ENGINES),
+    "sim": Layer((*VALUES, "policy", "core", "recording"), ENGINES),
     # The command line puts everything together; an engine's libraries it imports in no case.
     "cli": Layer(
         (
             *(*SHARED, "clock", "paths", "config", "metrics", "policy", "core", "io", "pools"),
-            *("server", "client", "connector", "sim", "sizing", "v1", "codec"),
+            *("server", "client", "connector", "sim", "sizing", "v1", "codec", "recording"),
         ),
         ENGINES,
     ),

@@ -6,12 +6,17 @@ The forward pass looks at all that it would read: in a window what the window re
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -68,6 +73,22 @@ def two_groups() -> list[KVCacheGroupSpec]:
     return [window(40), full()]
 
 
+@contextlib.contextmanager
+def drafting(has_drafter: bool) -> Iterator[None]:
+    """A scheduler made meanwhile keeps its blocks as for a drafter that is not there to be loaded.
+
+    vLLM 0.33 goes by the configuration of the drafter, and not by the groups alone.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if has_drafter:
+            patch.setattr(scheduler, "KVCacheManager", drafters_manager)
+        yield
+
+
+def drafters_manager(**given: Any) -> KVCacheManager:
+    return KVCacheManager(**{**given, "use_eagle": True})
+
+
 class Lanes:
     """Those of all groups, moved together."""
 
@@ -93,14 +114,15 @@ class GroupedRig(SchedulerRig):
         sizes = [group.kv_cache_spec.block_size for group in self.groups]
         self.forms = group_forms(self.kv_caches)
         self.hash_tokens = int(np.gcd.reduce(sizes))
-        self.scheduler = Scheduler(
-            vllm_config=self.config,
-            kv_cache_config=self.kv_caches,
-            log_stats=True,
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=int(np.lcm.reduce(sizes)),
-            hash_block_size=self.hash_tokens,
-        )
+        with drafting(any(group.is_eagle_group for group in self.groups)):
+            self.scheduler = Scheduler(
+                vllm_config=self.config,
+                kv_cache_config=self.kv_caches,
+                log_stats=True,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=int(np.lcm.reduce(sizes)),
+                hash_block_size=self.hash_tokens,
+            )
         self.connector = self.scheduler.connector
         self.side = self.connector._scheduler
         self.specs = [self._spec_of(form) for form in self.forms]

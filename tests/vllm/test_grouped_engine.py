@@ -22,8 +22,9 @@ from tests.support.nvme_daemon import (
 )
 from tests.vllm.engines import Generated, VllmEngine, prompt_of, vllm_engine
 from tests.vllm.test_engine import kvtier_engine
+from tests.vllm.versions import needs_engine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, needs_engine, pytest.mark.timeout(600)]
 
 PROMPTS = [prompt_of(100), prompt_of(100, seed=1, shared=64), prompt_of(270, seed=2)]
 BELOW = 'kvtier_tier_blocks{tier="nvme"}'

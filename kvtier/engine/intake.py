@@ -19,7 +19,9 @@ def check_request(
     token_count = len(prompt_ids) + params.tokens_max
     room = min(model.context_tokens_max, config.device_block_count * config.block_tokens)
     if token_count > room:
-        raise BadRequest(f"prompt and tokens_max are {token_count} tokens, there is {room} room")
+        raise BadRequest(
+            f"prompt and tokens_max are {token_count} tokens: there is room for {room}"
+        )
     _check_branches(len(prompt_ids), params, config)
 
 

@@ -31,7 +31,8 @@ class EngineService:
         self._orders: queue.SimpleQueue[Callable[[], None]] = (
             queue.SimpleQueue()  # bounded: twice ORDERS_MAX.
         )
-        self._listeners: dict[str, Callable[[Outcome], None]] = {}  # The thread's.
+        self._listeners: dict[str, Callable[[Outcome], None]] = {}
+        self._lock = threading.Lock()  # Who begins to listen is heard, or told that it is over.
         self._ids = itertools.count()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -57,16 +58,17 @@ class EngineService:
             loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
 
         def add() -> None:
-            self._listeners[request_id] = listen
             try:
                 self._engine.add_request(request_id, prompt_ids, params)
             except KVTierError as error:
                 self._tell(request_id, error)
 
-        if self._is_closing:
-            raise Unavailable("the engine is shutting down")
         if self._orders.qsize() >= ORDERS_MAX:
             raise LimitExceeded("too many requests at once: try again later")
+        with self._lock:
+            if self._is_closing:
+                raise Unavailable("the engine is shutting down")
+            self._listeners[request_id] = listen
         self._orders.put(add)
         is_over = False
         try:
@@ -90,9 +92,10 @@ class EngineService:
         except Exception as bug:  # Whoever waits must hear of it.
             log.exception("the engine has ended")
             error = Unavailable(f"the engine has ended: {bug}")
+        with self._lock:
             self._is_closing = True
-        for request_id in list(self._listeners):
-            self._tell(request_id, error)
+            for request_id in list(self._listeners):
+                self._tell(request_id, error)
 
     def _take_orders(self) -> None:
         """All there are; waits for one where there is nothing else to do."""

@@ -157,7 +157,7 @@ def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> 
         ({"prompt": "x", "tools": [{}]}, {}, 400, "tools is not supported"),
         ({"prompt": ""}, {}, 400, "prompt is empty"),
         ({"prompt": "", "stream": True}, {}, 400, "prompt is empty"),
-        ({"prompt": "x", "max_tokens": 10**30}, {}, 400, "there is 512 room"),
+        ({"prompt": "x", "max_tokens": 10**30}, {}, 400, "there is room for 512"),
         ({"prompt": "x", "n": 65}, {}, 400, "65 samples at once"),
         ({"prompt": "x"}, {"Origin": "http://elsewhere.example"}, 403, "only programs on this"),
         ({"prompt": "x"}, {"Host": "elsewhere.example:80"}, 403, "only programs on this"),

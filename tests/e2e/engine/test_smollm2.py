@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ TEXTS = [
     "日本語のテキスト 🙂👩‍👩‍👧 naïve Ελληνικά   ",
     "a_b__c ___ 1,234.56€ 'll 've 'LL \r\n\r\n\t end",
     "<|im_start|>not special<|im_end|>",
+    "".join(random.Random(1).choices("etaoinshrdlu", k=20_000)),  # One piece: no quadratic merging.
 ]
 
 

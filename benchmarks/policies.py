@@ -133,7 +133,7 @@ Written by `python -m benchmarks.policies` from [its results](../benchmarks/resu
 Only leaves are ever evicted, whatever the policy. Belady, who knows the future, bounds them all.
 
 `curves` is there for caches that are small beside what is asked for. With one kind of request it is `lru`. It is not
-the default before it has proven itself in the daemon. It remembers at least a million blocks that it evicted (24 bytes
+the default before it has proven itself in the daemon. It remembers at least a million blocks that it evicted (21 bytes
 each, 16 times as many as fit in memory if that is more), of every namespace.
 
 The tables give the prefix hit ratio: blocks of each request's longest resident prefix, of all blocks asked for. Sizes

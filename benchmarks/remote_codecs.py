@@ -27,9 +27,10 @@ from kvtier.codec.codecs import CodecId
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.policy.codec_choice import CodecChoice
-from kvtier.pools.remote.blocks import BlockViews, CodecChooser, FixedCodec
+from kvtier.pools.remote.blocks import CodecChooser, FixedCodec
 from kvtier.pools.remote.buffers import Buffers
-from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome, Reply, Value
+from kvtier.pools.remote.framing import BlockViews, bytes_of
 from tests.support.fake_remote import FakeRemote, Shelf
 from tests.support.remote_rig import RemoteRig
 
@@ -52,14 +53,14 @@ class Throttled(FakeRemote):
         return self._buffers
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
-        await self._take(sum(value.nbytes for _, value in values))
+        await self._take(sum(bytes_of(value) for _, value in values))
         for key, value in values:
             place = self._kept.get(key)
-            if place is None or place.nbytes != value.nbytes:
-                place = self._kept[key] = np.empty_like(value)
-            np.copyto(place, value)
+            if place is None or place.nbytes != bytes_of(value):
+                place = self._kept[key] = np.empty(bytes_of(value), np.uint8)
+            np.concatenate(value, out=place)
         return [RemoteOutcome.DONE] * len(values)
 
     async def get(

@@ -113,7 +113,8 @@ class RemoteConfig:
     known_bytes: int = option(
         TIB,
         Size(MIB, 1 << 55),
-        "Bytes of blocks that the daemon remembers to be there; of others it asks the engine.",
+        "Bytes of blocks that the daemon remembers to be there; of others it asks the engine. At "
+        "least 64 times the largest block.",
     )
     write_bytes_per_hour: int = option(
         AUTO,

@@ -17,10 +17,11 @@ from kvtier.errors import KVTierError
 from kvtier.io.checksum import block_checksum
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
-from kvtier.pools.remote.blocks import BlockViews, Ending, FixedCodec, RemoteBlocks, RemoteLayout
+from kvtier.pools.remote.blocks import Ending, FixedCodec, RemoteBlocks, RemoteLayout
 from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import RemoteEngine, RemoteOutcome
+from kvtier.pools.remote.framing import BlockViews
 from kvtier.server.remote import CODEC_THREADS_MAX
 from kvtier.types import BlockHash
 

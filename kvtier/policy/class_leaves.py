@@ -1,32 +1,248 @@
-"""The leaves of one class, by time of use: the oldest and the youngest of them.
+"""The leaves of all classes, and in which order they are evicted.
 
-Two heaps that forget lazily: an entry counts while the block still has that time and class.
+Candidates are two leaves of each class, the one used longest ago and the one used last. Each class
+has two heaps of its leaves that forget lazily: an entry counts while the block still is a leaf of
+that time and class. So moving a whole chain from class to class costs a few operations on columns,
+and heaps know of leaves only.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.policy.eviction import Evictable
 
 Entry = tuple[float, int]  # Time of use, row; both negative in the heap of the youngest.
+Offer = tuple[float, float, int, int]  # What it is worth, time of use, row, class.
+Times = npt.NDArray[np.float64]
+
+OLDEST, YOUNGEST = 0, 1
+NOBODY, NOBODY_AT = -1, np.inf  # Where there is no candidate.
+_ENTRIES_MIN = 64
 
 
-class ClassLeaves:
-    __slots__ = ("count_max", "old", "young")
+class Worth(Protocol):
+    """What keeping a block is worth now; of equal ones the one used longest ago goes first."""
 
-    def __init__(self) -> None:
-        self.old: list[Entry] = []
-        self.young: list[Entry] = []
-        self.count_max = 64  # Beyond it most of them may count no more.
+    def of(self, kind: int, used_at: float) -> float: ...
 
-    def push(self, used_at: float, row: int) -> None:
-        heapq.heappush(self.old, (used_at, row))
-        heapq.heappush(self.young, (-used_at, -row))
+    def of_all(self, used_at: list[list[float]]) -> list[list[float]]:
+        """By class, of its two candidates."""
+        ...
 
-    def keep(self, counts: Callable[[float, int], bool]) -> None:
+
+class Leaves:
+    """Invariant: every leaf has an entry in both heaps of its class, with its time, but for those
+    that a nomination holds."""
+
+    def __init__(self, *, youngest: bool = True) -> None:
+        """Without `youngest` only the oldest leaf of each class is a candidate."""
+        self._youngest = youngest
+        self.used_at = np.zeros(0)
+        self.kind = np.zeros(0, np.int16)
+        self._is_leaf = np.zeros(0, np.bool_)
+        self._heaps: list[tuple[list[Entry], list[Entry]]] = []  # By class.
+        self._entries_max: list[int] = []  # Beyond it most of them may count no more.
+        # The candidates of each class.
+        self._at: list[list[float]] = []
+        self._rows: list[list[int]] = []
+        self._changed: set[int] = set()  # Classes whose candidates may be others now.
+        self._fresh: list[int] | None = None  # While nominating: new leaves without an entry.
+        self._passed: set[int] = set()  # While nominating: those that are not offered again.
+        self._put_off: set[int] = set()  # Of these, those without entries.
+
+    # ------------------------------------------------------------------------------- what comes
+
+    def make_room(self, row_count: int) -> None:
+        old = len(self.kind)
+        if row_count > old:
+            new = max(row_count, old + old // 8, 1024)
+            for column in (self.used_at, self.kind, self._is_leaf):
+                column.resize(new, refcheck=False)
+
+    def insert(
+        self, rows: npt.NDArray[np.intp], used_at: Times, kinds: npt.NDArray[np.int16]
+    ) -> None:
+        """New blocks, none of them a leaf before it is said."""
+        self._is_leaf[rows] = False
+        self.used_at[rows], self.kind[rows] = used_at, kinds
+
+    def move(
+        self, rows: npt.NDArray[np.intp], used_at: float, kinds: npt.NDArray[np.int16] | int
+    ) -> None:
+        """These blocks have this time and class from now on."""
+        leaves = rows[self._is_leaf[rows]]
+        if len(leaves):
+            self._changed.update(self.kind[leaves].tolist())
+        self.used_at[rows], self.kind[rows] = used_at, kinds
+        for row in leaves.tolist():
+            self._push(row)
+
+    def add(self, row: int) -> None:
+        if not self._is_leaf[row]:
+            self._is_leaf[row] = True
+            if self._fresh is None:
+                self._push(row)
+            else:
+                self._fresh.append(row)
+
+    def remove(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if self._is_leaf[row]:
+                self._is_leaf[row] = False
+                self._changed.add(int(self.kind[row]))
+
+    def entry_count(self) -> int:
+        return sum(len(old) + len(young) for old, young in self._heaps)
+
+    # ------------------------------------------------------------------------------- nominating
+
+    def nominate(
+        self, count: int, may_evict: Callable[[int], Evictable], worth: Worth
+    ) -> Iterator[int]:
+        """As `EvictionPolicy.nominate`; the least by (worth, time of use, row) goes first."""
+        self._fresh = []
+        try:
+            self._look_again()
+            heap = self._offers(worth)
+            while heap and count > 0:
+                offer = heapq.heappop(heap)
+                _, used_at, row, kind = offer
+                if used_at not in self._at[kind] or row not in self._rows[kind]:
+                    continue  # Another block of its class has taken its place since.
+                for victim in self._run(offer, count, may_evict, worth, heap):
+                    count -= 1
+                    yield victim
+                self._push_fresh()
+                self._changed.add(kind)
+                self._offer_changed(heap, worth)
+        finally:
+            self._push_fresh()
+            self._fresh = None
+            for row in self._put_off:
+                if self._is_leaf[row]:
+                    self._push(row)
+            self._put_off.clear()
+            self._passed.clear()
+
+    def _run(
+        self,
+        offer: Offer,
+        count: int,
+        may_evict: Callable[[int], Evictable],
+        worth: Worth,
+        heap: list[Offer],
+    ) -> Iterator[int]:
+        """The best candidate and, while these are the best, the blocks before it in its chain.
+
+        As a rule these have its time and class, and are worth as little; and nothing else changes
+        meanwhile. So a chain goes without a look at the other classes.
+        """
+        its_worth, used_at, row, kind = offer
+        is_first = True
+        while True:  # Ends: a chain does.
+            verdict = may_evict(row)
+            if verdict is Evictable.INNER:
+                self._is_leaf[row] = False
+                return
+            self._passed.add(row)
+            if verdict is Evictable.HELD:
+                return
+            count -= 1
+            yield row
+            fresh = self._fresh
+            if count == 0 or fresh is None or len(fresh) != 1:
+                return
+            row = fresh[0]
+            if self.used_at[row] != used_at or self.kind[row] != kind:
+                return
+            if is_first:
+                is_first = False
+                self._changed.add(kind)
+                self._offer_changed(heap, worth)
+            if heap and heap[0] < (its_worth, used_at, row):
+                return
+            fresh.clear()
+
+    def _offers(self, worth: Worth) -> list[Offer]:
+        """Of all candidates, as a heap."""
+        found = [
+            (value, used_at, row, kind)
+            for kind, (values, times, rows) in enumerate(
+                zip(worth.of_all(self._at), self._at, self._rows, strict=True)
+            )
+            for value, used_at, row in zip(values, times, rows, strict=True)
+            if row != NOBODY
+        ]
+        heapq.heapify(found)
+        return found
+
+    def _offer_changed(self, heap: list[Offer], worth: Worth) -> None:
+        for kind in self._look_again():
+            for used_at, row in zip(self._at[kind], self._rows[kind], strict=True):
+                if row != NOBODY:
+                    heapq.heappush(heap, (worth.of(kind, used_at), used_at, row, kind))
+
+    def _look_again(self) -> list[int]:
+        """For the candidates of the classes that changed: which."""
+        changed = list(self._changed)
+        self._changed.clear()
+        for kind in changed:
+            self._make_class(kind)
+            for which in (OLDEST, YOUNGEST) if self._youngest else (OLDEST,):
+                self._at[kind][which], self._rows[kind][which] = self._candidate(kind, which)
+        return changed
+
+    def _candidate(self, kind: int, which: int) -> Entry:
+        """Forgets entries that count no more."""
+        heap, sign = self._heaps[kind][which], -1 if which == YOUNGEST else 1
+        while heap:
+            used_at, row = sign * heap[0][0], sign * heap[0][1]
+            if row in self._passed:
+                self._put_off.add(row)
+            elif self._counts(used_at, row, kind):
+                return used_at, row
+            heapq.heappop(heap)
+        return NOBODY_AT, NOBODY
+
+    def _counts(self, used_at: float, row: int, kind: int) -> bool:
+        return bool(self._is_leaf[row] and self.used_at[row] == used_at and self.kind[row] == kind)
+
+    # ---------------------------------------------------------------------------------- helpers
+
+    def _push_fresh(self) -> None:
+        if self._fresh:
+            for row in self._fresh:
+                self._push(row)
+            self._fresh.clear()
+
+    def _push(self, row: int) -> None:
+        kind, used_at = int(self.kind[row]), float(self.used_at[row])
+        self._make_class(kind)
+        old, young = self._heaps[kind]
+        heapq.heappush(old, (used_at, row))
+        heapq.heappush(young, (-used_at, -row))
+        if max(len(old), len(young)) > self._entries_max[kind]:
+            self._tidy(kind)
+        self._changed.add(kind)
+
+    def _tidy(self, kind: int) -> None:
         """Forget the entries that count no more, and those that say the same twice."""
-        found = {entry for entry in self.old if counts(*entry)}
-        found |= {(-at, -row) for at, row in self.young if counts(-at, -row)}
-        self.old = sorted(found)  # Sorted lists are heaps.
-        self.young = sorted((-at, -row) for at, row in found)
-        self.count_max = 2 * len(found) + 64
+        old, young = self._heaps[kind]
+        entries: Iterable[Entry] = [*old, *((-at, -row) for at, row in young)]
+        found = sorted({entry for entry in entries if self._counts(*entry, kind)})
+        # Sorted lists are heaps.
+        self._heaps[kind] = found, [(-at, -row) for at, row in reversed(found)]
+        self._entries_max[kind] = 2 * len(found) + _ENTRIES_MIN
+
+    def _make_class(self, kind: int) -> None:
+        while len(self._heaps) <= kind:
+            self._heaps.append(([], []))
+            self._entries_max.append(_ENTRIES_MIN)
+            self._rows.append([NOBODY, NOBODY])
+            self._at.append([NOBODY_AT, NOBODY_AT])

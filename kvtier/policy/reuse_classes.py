@@ -10,6 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 TURNS = (2, 4)  # The first; the second and third; later ones.
 NEW_TOKENS = (1_000, 4_000, 16_000, 48_000)
 GAP_SECONDS = (20.0, 120.0)
@@ -44,6 +47,7 @@ class ClassTable:
         self.group_of: list[int] = [-1]  # By class; -1: it leans on all blocks together.
         self.group_count = 0
         self._groups: dict[tuple[int, ...], int] = {}
+        self._shared: dict[int, tuple[npt.NDArray[np.int16], int]] = {}  # By tenant.
 
     @property
     def count(self) -> int:
@@ -60,10 +64,19 @@ class ClassTable:
         group = (request.tenant, turn, new)
         return self._number((*group, gap), group)
 
-    def of_shared(self, tenant: int, uses_log2: int) -> int:
+    def of_shared(self, tenant: int, uses_max: int) -> npt.NDArray[np.int16]:
+        """Classes of blocks that many requests share, by log2 of how many; up to `uses_max`, and
+        that of these from there on."""
         if not self._features:
-            return self._number((0,), None)
-        return self._number((tenant, min(uses_log2, SHARED_LOG2_MAX)), None)
+            return np.full(SHARED_LOG2_MAX + 1, self._number((0,), None), np.int16)
+        log = min(uses_max.bit_length() - 1, SHARED_LOG2_MAX)
+        found, filled = self._shared.get(tenant, (None, -1))
+        if found is None:
+            found = np.zeros(SHARED_LOG2_MAX + 1, np.int16)
+        for one in range(filled + 1, log + 1):
+            found[one:] = self._number((tenant, one), None)
+        self._shared[tenant] = found, max(filled, log)
+        return found
 
     def _number(self, name: tuple[int, ...], group: tuple[int, ...] | None) -> int:
         found = self._numbers.get(name)

@@ -11,6 +11,8 @@ What keeping a block of age a is worth is the best of its further times t:
 
 hits for each block-second, the index of Gittins ("Bandit processes and dynamic allocation
 indices", 1979). With one class whose hazard falls with age the oldest block has the least: LRU.
+
+Everything is an array whose last axis is the bin of age; those before it are classes.
 """
 
 from __future__ import annotations
@@ -29,87 +31,59 @@ PRIOR_BLOCKS = 300.0  # How many blocks of its own a class needs to weigh as muc
 Floats = npt.NDArray[np.float64]
 
 
-def bin_of(age_seconds: float) -> int:
-    """The bin of an age; negative ages count as none."""
-    place = int(np.searchsorted(EDGES, age_seconds, side="right")) - 1
-    return min(max(place, 0), BIN_COUNT - 1)
-
-
 def bins_of(ages: Floats) -> npt.NDArray[np.int64]:
-    """Of many."""
-    places = np.searchsorted(EDGES, ages, side="right") - 1
-    return np.clip(places, 0, BIN_COUNT - 1)
+    """The bins of ages; negative ones count as none."""
+    places = EDGES[1:-1].searchsorted(ages, side="right")
+    return places.astype(np.int64)
 
 
-class Observations:
-    """Of one class: ages at which blocks were used again, and up to which they were not."""
-
-    __slots__ = ("reused", "waited")
-
-    def __init__(self) -> None:
-        self.reused = np.zeros(BIN_COUNT)
-        self.waited = np.zeros(BIN_COUNT)
-
-    def __iadd__(self, other: Observations) -> Observations:
-        self.reused += other.reused
-        self.waited += other.waited
-        return self
-
-    @property
-    def reached(self) -> Floats:
-        """Blocks that were seen to reach each bin unused."""
-        total = self.reused + self.waited
-        found: Floats = np.cumsum(total[::-1])[::-1]
-        return found
-
-
-def hazards(seen: Observations, prior: Floats | None = None) -> Floats:
+def hazards(reused: Floats, waited: Floats, prior: Floats | None = None) -> Floats:
     """Chance of use within each bin for a block that has reached it.
 
+    `reused`, `waited`: how many blocks were used again, or not used up to then, at which age.
     `prior`: hazards that count as PRIOR_BLOCKS further blocks; without one, a bin that nobody
     reached has none.
     """
-    reached = seen.reached
+    total = reused + waited
+    # Blocks that were seen to reach each bin unused.
+    reached = np.cumsum(total[..., ::-1], axis=-1)[..., ::-1]
     if prior is not None:
-        found: Floats = (seen.reused + PRIOR_BLOCKS * prior) / (reached + PRIOR_BLOCKS)
+        found: Floats = (reused + PRIOR_BLOCKS * prior) / (reached + PRIOR_BLOCKS)
         return found
-    none: Floats = np.divide(seen.reused, reached, out=np.zeros(BIN_COUNT), where=reached > 0)
+    none: Floats = np.divide(reused, reached, out=np.zeros_like(total), where=reached > 0)
     return none
 
 
-class Curve:
-    """One fitted class. `index[b]`: what keeping a block that enters bin b is worth, in hits a
-    block-second."""
-
-    __slots__ = ("index", "survival")
-
-    def __init__(self, hazard: Floats) -> None:
-        # At each edge, the last one included: the share that was not used before it.
-        self.survival = np.concatenate([[1.0], np.cumprod(1.0 - hazard)])
-        self.index = _worth(self.survival)
-
-    def reuse_probability(self, age_seconds: float, seconds: float) -> float:
-        """Of a block of this age, within so many seconds."""
-        now = self._survival_at(age_seconds)
-        if now <= 0.0:
-            return 0.0
-        return 1.0 - self._survival_at(age_seconds + seconds) / now
-
-    def _survival_at(self, age_seconds: float) -> float:
-        return float(np.interp(age_seconds, EDGES, self.survival))
+def survivals(hazard: Floats) -> Floats:
+    """At each edge, the last one included: the share that was not used before it."""
+    found = np.ones((*hazard.shape[:-1], BIN_COUNT + 1))
+    np.cumprod(1.0 - hazard, axis=-1, out=found[..., 1:])
+    return found
 
 
-def _worth(survival: Floats) -> Floats:
+def survivals_at(survival: Floats, ages: Floats) -> Floats:
+    """Of one block of each class: the share of its class that was not used up to its age."""
+    place = np.minimum(bins_of(ages), BIN_COUNT - 1)
+    left, right = EDGES[place], EDGES[place + 1]
+    part = np.clip((ages - left) / (right - left), 0.0, 1.0)
+    lines = np.arange(len(survival))
+    before, after = survival[lines, place], survival[lines, place + 1]
+    found: Floats = before + part * (after - before)
+    return found
+
+
+def worths(survival: Floats) -> Floats:
     """For each bin's beginning the best ratio over all later edges.
 
     Between two edges the survival falls in a straight line, so the time that a block is kept is the
     area below it, and the best further time ends at an edge.
     """
-    widths = np.diff(EDGES)
-    areas = np.concatenate([[0.0], np.cumsum(widths * (survival[:-1] + survival[1:]) / 2)])
-    used = survival[:-1, None] - survival[None, 1:]
-    kept = areas[None, 1:] - areas[:-1, None]
+    areas = np.zeros_like(survival)
+    middles = (survival[..., :-1] + survival[..., 1:]) / 2
+    np.cumsum(np.diff(EDGES) * middles, axis=-1, out=areas[..., 1:])
+    used = survival[..., :-1, None] - survival[..., None, 1:]
+    kept = areas[..., None, 1:] - areas[..., :-1, None]
     later = np.arange(1, BIN_COUNT + 1)[None, :] > np.arange(BIN_COUNT)[:, None]
-    ratios = np.where(later & (kept > 0), used / np.where(kept > 0, kept, 1.0), 0.0)
-    found: Floats = ratios.max(axis=1)
+    ratios = np.divide(used, kept, out=np.zeros_like(used), where=later & (kept > 0))
+    found: Floats = ratios.max(axis=-1)
     return found

@@ -122,6 +122,9 @@ EVENTS: dict[str, LogEvent] = {
     "remote engine is told nothing of our end": LogEvent(
         "warning", "it did not answer", ("engine",)
     ),
+    "blocks are too large for remote.known_bytes, the tier is off for their namespace": LogEvent(
+        "warning", "a block may take a 64th of it", ("namespace", "bytes")
+    ),
     "remote clear is owed from an earlier life, the tier is off for its namespace": LogEvent(
         "warning", "the engine was not told; it is tried again", ("namespace", "engine")
     ),

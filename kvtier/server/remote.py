@@ -146,7 +146,7 @@ def _make_files(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffer
 
 
 def _make_redis(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffers) -> RemoteEngine:
-    return RedisEngine(redis_settings(config))
+    return RedisEngine(redis_settings(config), buffers=buffers, clock=clock)
 
 
 def redis_settings(config: RemoteConfig) -> RedisSettings:

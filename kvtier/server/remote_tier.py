@@ -27,10 +27,11 @@ from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGo
 from kvtier.errors import Unavailable
 from kvtier.layout import SEGMENT_BYTES
 from kvtier.pools.dram import DramPool
-from kvtier.pools.remote.blocks import BlockViews, Ending, RemoteBlocks, RemoteLayout
+from kvtier.pools.remote.blocks import Ending, RemoteBlocks, RemoteLayout
 from kvtier.pools.remote.engine import RemoteOutcome
 from kvtier.pools.remote.epochs import MEMBER_BYTES, EpochTimes, EpochWatch
 from kvtier.pools.remote.frame import FrameFault
+from kvtier.pools.remote.framing import BlockViews
 from kvtier.pools.superblock import ROW_COUNT_MAX
 from kvtier.server.base import Base
 from kvtier.server.namespaces import OpenedNamespace
@@ -41,6 +42,9 @@ from kvtier.types import BlockHash, NamespaceId, TierName
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
+# What is remembered is forgotten a segment at a time, and each namespace fills its own: many.
+SEGMENTS_MIN = 64
+_SEGMENT_BYTES_MIN = 1 << 20
 # What is not there, or not what it should be, is forgotten; after all else it may be there still.
 _GONE = {RemoteOutcome.ABSENT: TransferOutcome.FAILED}
 
@@ -86,7 +90,9 @@ class RemoteKeeper:
         self._owing = asyncio.Lock()
         self._dram = dram
         self._parts = parts
-        self._segment_count = max(2, known_bytes // SEGMENT_BYTES)
+        share = max(known_bytes // SEGMENTS_MIN, _SEGMENT_BYTES_MIN)
+        self._segment_bytes = min(share, SEGMENT_BYTES)
+        self._segment_count = max(2, known_bytes // self._segment_bytes)
         self._member = secrets.token_bytes(MEMBER_BYTES)
         self._spaces: dict[NamespaceId, _Space] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -108,7 +114,7 @@ class RemoteKeeper:
 
     @property
     def known_bytes_max(self) -> int:
-        return self._segment_count * SEGMENT_BYTES
+        return self._segment_count * self._segment_bytes
 
     @property
     def parts(self) -> RemoteParts:
@@ -119,7 +125,7 @@ class RemoteKeeper:
         self._parts.start()
         self._base.core.post(
             LowerOpened(
-                segment_bytes=SEGMENT_BYTES,
+                segment_bytes=self._segment_bytes,
                 segment_count=self._segment_count,
                 row_count_max=ROW_COUNT_MAX,
                 lane_count=1,
@@ -137,6 +143,11 @@ class RemoteKeeper:
             log.warning("owed clears are unreadable", extra={"reason": error.strerror})
             is_owed = True
         parts, spec = self._parts, namespace.spec
+        if namespace.slot_bytes * spec.shard_count > self._segment_bytes:
+            log.warning(
+                "blocks are too large for remote.known_bytes, the tier is off for their namespace",
+                extra={"namespace": namespace.id, "bytes": namespace.payload_bytes},
+            )
         epochs = EpochWatch(
             parts.engine,
             namespace.fingerprint,

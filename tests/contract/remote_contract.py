@@ -55,7 +55,7 @@ class RemoteEngineContract(ABC):
 
     def test_what_was_put_is_got_by_another_client(self) -> None:
         async def play(one: RemoteEngine, other: RemoteEngine) -> None:
-            values = [(key_of(n), value_of(n, 5000 * n + 1)) for n in range(8)]
+            values = [(key_of(n), [value_of(n, 5000 * n + 1)]) for n in range(8)]
             assert await one.put(values, timeout_seconds=SECONDS) == [DONE] * 8
             replies = await other.get(
                 [key for key, _ in values], value_bytes_max=BIG, timeout_seconds=SECONDS
@@ -68,7 +68,7 @@ class RemoteEngineContract(ABC):
     def test_a_large_value_comes_back_whole(self) -> None:
         async def play(engine: RemoteEngine) -> None:
             value = value_of(1, (5 << 20) + 3)
-            assert await engine.put([(key_of("large"), value)], timeout_seconds=SECONDS) == [DONE]
+            assert await engine.put([(key_of("large"), [value])], timeout_seconds=SECONDS) == [DONE]
             [reply] = await engine.get(
                 [key_of("large")], value_bytes_max=BIG, timeout_seconds=SECONDS
             )
@@ -78,9 +78,8 @@ class RemoteEngineContract(ABC):
 
     def test_members_of_a_batch_end_each_for_itself(self) -> None:
         async def play(engine: RemoteEngine) -> None:
-            await engine.put(
-                [(key_of("a"), value_of(1)), (key_of("c"), value_of(3))], timeout_seconds=SECONDS
-            )
+            values = [(key_of("a"), [value_of(1)]), (key_of("c"), [value_of(3)])]
+            await engine.put(values, timeout_seconds=SECONDS)
             keys = [key_of(name) for name in "abc"]
             replies = await engine.get(keys, value_bytes_max=SMALL, timeout_seconds=SECONDS)
             assert [reply.outcome for reply in replies] == [DONE, ABSENT, DONE]
@@ -103,7 +102,7 @@ class RemoteEngineContract(ABC):
     def test_a_value_that_was_put_twice_is_whole(self) -> None:
         async def play(one: RemoteEngine, other: RemoteEngine) -> None:
             for engine in (one, other):
-                outcome = await engine.put([(key_of("a"), value_of(1))], timeout_seconds=SECONDS)
+                outcome = await engine.put([(key_of("a"), [value_of(1)])], timeout_seconds=SECONDS)
                 assert outcome == [DONE]
             [reply] = await one.get([key_of("a")], value_bytes_max=BIG, timeout_seconds=SECONDS)
             assert is_value(reply.value, 1)
@@ -112,7 +111,7 @@ class RemoteEngineContract(ABC):
 
     def test_a_value_that_is_too_long_is_refused(self) -> None:
         async def play(engine: RemoteEngine) -> None:
-            await engine.put([(key_of("a"), value_of(1, 2000))], timeout_seconds=SECONDS)
+            await engine.put([(key_of("a"), [value_of(1, 2000)])], timeout_seconds=SECONDS)
             [reply] = await engine.get([key_of("a")], value_bytes_max=1999, timeout_seconds=SECONDS)
             assert reply.outcome is RemoteOutcome.FAILED
             [reply] = await engine.get([key_of("a")], value_bytes_max=2000, timeout_seconds=SECONDS)
@@ -122,7 +121,7 @@ class RemoteEngineContract(ABC):
 
     def test_a_batch_of_hundreds_is_one_call(self) -> None:
         async def play(engine: RemoteEngine) -> None:
-            values = [(key_of(n), value_of(n, 64)) for n in range(300)]
+            values = [(key_of(n), [value_of(n, 64)]) for n in range(300)]
             assert await engine.put(values, timeout_seconds=SECONDS) == [DONE] * 300
             keys = [key for key, _ in values]
             assert await engine.exists(keys, timeout_seconds=SECONDS) == [DONE] * 300
@@ -148,7 +147,7 @@ class RemoteEngineContract(ABC):
         async def play(engine: RemoteEngine) -> None:
             assert await replace(engine, key_of("a"), None, b"1") is DONE
             assert await replace(engine, key_of("b"), None, b"2") is DONE
-            await engine.put([(key_of("c"), value_of(1))], timeout_seconds=SECONDS)
+            await engine.put([(key_of("c"), [value_of(1)])], timeout_seconds=SECONDS)
             assert await record_of(engine, key_of("a")) == b"1"
             assert await record_of(engine, key_of("b")) == b"2"
 
@@ -175,10 +174,10 @@ class RemoteEngineContract(ABC):
 
     def test_no_time_means_timed_out_and_no_wait(self) -> None:
         async def play(engine: RemoteEngine) -> None:
-            await engine.put([(key_of("a"), value_of(1))], timeout_seconds=SECONDS)
+            await engine.put([(key_of("a"), [value_of(1)])], timeout_seconds=SECONDS)
             began = time.monotonic()
             calls: list[Awaitable[Any]] = [
-                engine.put([(key_of("b"), value_of(2))] * 2, timeout_seconds=0.0),
+                engine.put([(key_of("b"), [value_of(2)])] * 2, timeout_seconds=0.0),
                 engine.get([key_of("a")], value_bytes_max=BIG, timeout_seconds=0.0),
                 engine.exists([key_of("a")] * 3, timeout_seconds=0.0),
                 engine.delete([key_of("a")], timeout_seconds=0.0),

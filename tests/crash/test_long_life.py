@@ -86,7 +86,7 @@ def options(folder: Path, scale: int) -> dict[str, str]:
     )
     return {
         **tiers,
-        "remote.known_bytes": f"{16 * scale}MiB",
+        "remote.known_bytes": f"{64 * scale}MiB",
         "remote.timeout_seconds": "1",
         "kv_events.bind": f"ipc://{folder}/events",
         "kv_events.replay_bind": f"ipc://{folder}/replay",

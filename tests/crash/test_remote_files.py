@@ -75,7 +75,7 @@ def owner_of(root: Path, unique: str, capacity_bytes: int = 1 << 30, **more: Any
 
 
 async def put(engine: FilesEngine, *names: object, count_bytes: int = 1000) -> list[RemoteOutcome]:
-    values = [(key_of(name), block_of(7, count_bytes)) for name in names]
+    values = [(key_of(name), [block_of(7, count_bytes)]) for name in names]
     return await engine.put(values, timeout_seconds=SECONDS)
 
 
@@ -317,7 +317,7 @@ async def main():
     engine = FilesEngine(FilesSettings(Path(sys.argv[1]), 1 << 30), unique=sys.argv[2])
     for turn in range(1_000_000):
         fill = turn % 251
-        values = [(RemoteKey(f"kvtier1/files/{n}"), np.full(1 << 20, fill, np.uint8))
+        values = [(RemoteKey(f"kvtier1/files/{n}"), [np.full(1 << 20, fill, np.uint8)])
                   for n in range(4)]
         await engine.put(values, timeout_seconds=30.0)
 

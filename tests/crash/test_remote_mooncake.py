@@ -105,7 +105,7 @@ def test_a_store_without_room_evicts_or_refuses_and_serves_what_it_has(tmp_path:
 
     async def work(rig: RemoteRig) -> None:
         too_large = np.zeros(segment_bytes + 1, np.uint8)
-        outcome = await rig.engine.put([(rig.key_of(99), too_large)], timeout_seconds=5.0)
+        outcome = await rig.engine.put([(rig.key_of(99), [too_large])], timeout_seconds=5.0)
         assert outcome == [RemoteOutcome.FULL]
         for number in range(30):
             [ending] = await rig.put([number])
@@ -128,10 +128,10 @@ def test_a_store_that_lies_is_a_miss(tmp_path: Path) -> None:
         await rig.engine.delete([rig.key_of(1), rig.key_of(3)], timeout_seconds=5.0)
         torn = reply.value.copy()
         torn[5000] ^= 1
-        planted = [(rig.key_of(1), reply.value), (rig.key_of(3), reply.value[:-1])]
+        planted = [(rig.key_of(1), [reply.value]), (rig.key_of(3), [reply.value[:-1]])]
         assert await rig.engine.put(planted, timeout_seconds=5.0) == [DONE, DONE]
         await rig.engine.delete([rig.key_of(2)], timeout_seconds=5.0)
-        await rig.engine.put([(rig.key_of(2), torn)], timeout_seconds=5.0)
+        await rig.engine.put([(rig.key_of(2), [torn])], timeout_seconds=5.0)
         endings = await rig.get([1, 2, 3])
         assert endings == [FrameFault.HASH, FrameFault.TORN, FrameFault.HASH]
 

@@ -166,6 +166,28 @@ def test_a_server_that_stands_still_costs_deadlines_and_then_nothing(tmp_path: P
         play(settings_of(server), work)
 
 
+def test_a_put_that_timed_out_sends_nothing_of_what_its_slots_hold_afterwards(
+    tmp_path: Path,
+) -> None:
+    """Blocks are sent from their slots, which are others' when the put has returned."""
+
+    async def work(rig: RemoteRig) -> None:
+        blocks = [rig.views_of(number) for number in range(4)]
+        assert await rig.put([9]) == [DONE], "connected"
+        server.stop()
+        endings = await rig.blocks.put(blocks, timeout_seconds=0.3)
+        for one in blocks:
+            for shard in one.shards:
+                shard.fill(0xEE)
+        server.resume()
+        assert RemoteOutcome.TIMED_OUT in endings
+        await asyncio.sleep(0.3)
+        assert set(await rig.get(range(4))) <= {DONE, ABSENT}, "torn"
+
+    with redis_server(tmp_path) as server:
+        play(settings_of(server), work, payload_bytes=4 << 20)
+
+
 def test_a_server_without_room_refuses_and_serves_what_it_has(tmp_path: Path) -> None:
     arguments = ["--maxmemory", "12mb", "--maxmemory-policy", "noeviction"]
 

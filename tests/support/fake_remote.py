@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.memory import Bytes
-from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply, Value
 
-PACE = Pace(call_bytes=8 << 20, calls_at_once=2)
+PACE = Pace(call_bytes=8 << 20, calls_at_once=2, reads_in_place=True)
 
 
 @dataclass(slots=True)
@@ -36,9 +35,10 @@ class Shelf:
 class FakeRemote:
     """Implements `RemoteEngine`."""
 
-    def __init__(self, shelf: Shelf, name: str = "fake:") -> None:
+    def __init__(self, shelf: Shelf, name: str = "fake:", pace: Pace = PACE) -> None:
         self._shelf = shelf
         self._name = name
+        self._pace = pace
 
     @property
     def name(self) -> str:
@@ -46,20 +46,21 @@ class FakeRemote:
 
     @property
     def pace(self) -> Pace:
-        return PACE
+        return self._pace
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         shelf = self._shelf
         deadline = self._begin(timeout_seconds)
         outcomes = []
         for key, value in values:
-            outcome = await self._trouble(key, deadline, value.nbytes)
-            if outcome is None and shelf.used_bytes + value.nbytes > shelf.capacity_bytes:
+            count_bytes = sum(part.nbytes for part in value)
+            outcome = await self._trouble(key, deadline, count_bytes)
+            if outcome is None and shelf.used_bytes + count_bytes > shelf.capacity_bytes:
                 outcome = RemoteOutcome.FULL
             if outcome is None:
-                shelf.values[key] = value.tobytes()
+                shelf.values[key] = b"".join(part.tobytes() for part in value)
             outcomes.append(outcome or RemoteOutcome.DONE)
         return outcomes
 

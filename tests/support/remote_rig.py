@@ -14,7 +14,6 @@ from kvtier.io.checksum import block_checksum
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.pools.remote.blocks import (
-    BlockViews,
     CodecChooser,
     Ending,
     FixedCodec,
@@ -25,6 +24,7 @@ from kvtier.pools.remote.breaker import BreakerSettings
 from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome
+from kvtier.pools.remote.framing import BlockViews
 from kvtier.pools.remote.keys import block_key
 from kvtier.types import BlockHash
 from tests.support.kv_bytes import bf16_block

@@ -1,9 +1,10 @@
 """Blocks of one namespace in a remote engine: framed, encoded, compared, counted.
 
-This is what the daemon uses. A block goes out as a copy that is ours (its slot is free again when
-`put` has encoded it, and a call that hangs reads no slot), and comes in through the frame's
-comparisons, the codec and the checksum of its payload. What differs anywhere is a miss with its
-reason, counted; the destination then holds rubbish, and must not be committed.
+This is what the daemon uses. A block goes out as a copy that is ours, so that a call that hangs
+reads no slot; or from its slot, summed, where the engine has ended reading when its call returns.
+It comes in through the frame's comparisons, the codec and the checksum of its payload. What differs
+anywhere is a miss with its reason, counted; the destination then holds rubbish, and must not be
+committed.
 
 Batches go in groups, as large as the engine likes them (`Pace`), or of 8 MiB where a codec works:
 while one is on the link the next is encoded, or the last is decoded.
@@ -20,25 +21,22 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from kvtier.checksum import combine_checksums
 from kvtier.clock import Clock
-from kvtier.codec.codecs import BadEncoding, CodecId, decode, encode
-from kvtier.errors import ConfigError
-from kvtier.io.checksum import block_checksum
-from kvtier.io.copy import copy_summed
+from kvtier.codec.codecs import CodecId
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import finished
-from kvtier.pools.remote.engine import RemoteOutcome
-from kvtier.pools.remote.frame import (
-    HEADER_BYTES,
-    BlockShape,
-    FrameFault,
-    FrameHeader,
-    read_header,
-    write_header,
+from kvtier.pools.remote.engine import RemoteOutcome, Value
+from kvtier.pools.remote.frame import HEADER_BYTES, BlockShape, FrameFault, FrameHeader
+from kvtier.pools.remote.framing import (
+    BlockViews,
+    bytes_of,
+    framed,
+    framed_in_place,
+    np_empty,
+    unframed,
 )
 from kvtier.pools.remote.keys import block_key
 from kvtier.types import BlockHash
@@ -109,15 +107,6 @@ class RemoteLayout:
     shard_count: int
     payload_bytes: int
     width: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockViews:
-    """One block in a slot: a view a shard, shard 0 first. `checksum` of the payload, for a put."""
-
-    block: BlockHash
-    shards: Sequence[Bytes]
-    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +248,10 @@ class RemoteBlocks:
 
     async def _encode_group(
         self, group: Sequence[BlockViews], shape: BlockShape, codec: CodecId
-    ) -> list[Bytes | FrameFault]:
-        began, width = self._clock.now(), self._layout.width
-        frames = await self._in_threads(
-            [
-                partial(framed, one, shape, codec, width=width, take=self._buffers.take)
-                for one in group
-            ]
-        )
-        encoded = sum(frame.nbytes for frame in frames if not isinstance(frame, FrameFault))
+    ) -> list[Value | FrameFault]:
+        began = self._clock.now()
+        frames = await self._in_threads([self._framing(one, shape, codec) for one in group])
+        encoded = sum(bytes_of(frame) for frame in frames if not isinstance(frame, FrameFault))
         payload = len(group) * shape.payload_bytes
         self._chooser.note_encoded(
             codec,
@@ -280,10 +264,17 @@ class RemoteBlocks:
         self.encoded_bytes += encoded
         return frames
 
+    def _framing(
+        self, one: BlockViews, shape: BlockShape, codec: CodecId
+    ) -> Callable[[], Value | FrameFault]:
+        if codec is CodecId.NONE and self._pace.reads_in_place:
+            return partial(framed_in_place, one, shape)
+        return partial(framed, one, shape, codec, width=self._layout.width, take=self._buffers.take)
+
     async def _send(
         self,
         group: Sequence[BlockViews],
-        frames: Sequence[Bytes | FrameFault],
+        frames: Sequence[Value | FrameFault],
         shape: BlockShape,
         deadline: float,
     ) -> list[Ending]:
@@ -301,11 +292,13 @@ class RemoteBlocks:
         ]
         for frame, ending in zip(frames, endings, strict=True):
             # Of one that did not arrive nobody knows whether a call still reads it.
-            if ending is RemoteOutcome.DONE and not isinstance(frame, FrameFault):
-                self._buffers.give_back(frame)
+            if ending is not RemoteOutcome.DONE or isinstance(frame, FrameFault):
+                continue
+            if len(frame) == 1:  # Else most of it is the slot.
+                self._buffers.give_back(frame[0])
         began, self._sent_at = max(began, self._sent_at), self._clock.now()
         if values and all(ending is RemoteOutcome.DONE for ending in endings):
-            sent = sum(frame.nbytes for _, frame in values)
+            sent = sum(bytes_of(frame) for _, frame in values)
             self._chooser.note_sent(sent_bytes=sent, seconds=self._sent_at - began)
         return endings
 
@@ -377,11 +370,11 @@ class RemoteBlocks:
             for one, frame in zip(group, frames, strict=True)
             if not isinstance(frame, FrameFault)
         ]
-        await self._in_threads([partial(unframed, frame, one, shape) for one, frame in encoded])
+        await self._in_threads([partial(unframed, frame[0], one, shape) for one, frame in encoded])
         if len(encoded) < len(group):
             return
         seconds = self._clock.now() - middle
-        sent = sum(frame.nbytes for _, frame in encoded)
+        sent = sum(bytes_of(frame) for _, frame in encoded)
         self._chooser.note_encoded(
             number, payload_bytes=payload, encoded_bytes=sent, seconds=middle - began
         )
@@ -413,66 +406,3 @@ def _run_all(works: Sequence[Callable[[], T]]) -> list[T]:
 
 def _flattened(groups: Sequence[Sequence[T]]) -> list[T]:
     return [one for group in groups for one in group]
-
-
-def joined(shards: Sequence[Bytes]) -> Bytes:
-    """The payload in one piece; without a copy when it is in one already."""
-    return shards[0] if len(shards) == 1 else np.concatenate(shards)
-
-
-def framed(
-    one: BlockViews,
-    shape: BlockShape,
-    codec: CodecId,
-    *,
-    width: int,
-    take: Callable[[int], Bytes],
-) -> Bytes | FrameFault:
-    """The value to put: a copy. CHECKSUM when the block is not what its checksum says any more."""
-    if codec is CodecId.NONE:
-        frame = take(HEADER_BYTES + shape.payload_bytes)
-        # Of what goes out; a block that is scribbled over now is found out at the get.
-        checksum = copied_checksum(split(frame[HEADER_BYTES:], shape), one.shards, shape)
-    else:
-        parts = encode(codec, joined(one.shards), width=width)
-        frame = take(HEADER_BYTES + sum(part.nbytes for part in parts))
-        np.concatenate(parts, out=frame[HEADER_BYTES:])
-        checksum = block_checksum(one.shards)
-    if checksum != one.checksum:
-        return FrameFault.CHECKSUM
-    write_header(frame, shape, one.block, codec=codec, checksum=checksum)
-    return frame
-
-
-def np_empty(count_bytes: int) -> Bytes:
-    return np.empty(count_bytes, np.uint8)
-
-
-def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> FrameHeader | FrameFault:
-    """Fill the block's views from the value, if it is the block; its header then."""
-    header = read_header(value, shape, one.block)
-    if isinstance(header, FrameFault):
-        return header
-    try:
-        codec = CodecId(header.codec)
-        payload = value[HEADER_BYTES:]
-        if codec is not CodecId.NONE:
-            payload = np.empty(shape.payload_bytes, np.uint8)
-            decode(codec, value[HEADER_BYTES:], payload)
-        elif payload.nbytes != shape.payload_bytes:
-            return FrameFault.SHAPE
-    except (ValueError, BadEncoding, ConfigError):
-        return FrameFault.CODEC
-    if copied_checksum(one.shards, split(payload, shape), shape) != header.checksum:
-        return FrameFault.TORN if codec is CodecId.NONE else FrameFault.CHECKSUM
-    return header
-
-
-def copied_checksum(targets: Sequence[Bytes], sources: Sequence[Bytes], shape: BlockShape) -> int:
-    """Copy a block's shards; the block's checksum as it has arrived."""
-    return combine_checksums(copy_summed(targets, sources, shape.shard_bytes))
-
-
-def split(payload: Bytes, shape: BlockShape) -> list[Bytes]:
-    size = shape.shard_bytes
-    return [payload[start : start + size] for start in range(0, payload.nbytes, size)]

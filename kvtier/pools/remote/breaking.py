@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from kvtier.clock import Clock
-from kvtier.memory import Bytes
 from kvtier.pools.remote.breaker import Breaker, BreakerSettings, BreakerState
 from kvtier.pools.remote.engine import (
     TROUBLES,
@@ -23,6 +22,7 @@ from kvtier.pools.remote.engine import (
     RemoteKey,
     RemoteOutcome,
     Reply,
+    Value,
 )
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class BreakingEngine:
         self._tell(self._reading, "read")
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         return await self._guarded(
             self._writing,

@@ -8,7 +8,9 @@ it has returned. When all hang, later calls end at their own deadlines without h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,6 +58,48 @@ class Calls:
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._under_way.discard(task)
         self._places.release()
+
+
+class Borrowed:
+    """Memory of a caller's that threads use for a call, until it is given back."""
+
+    def __init__(self) -> None:
+        """In the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._unused: asyncio.Future[None] = self._loop.create_future()
+        self._lock = threading.Lock()  # Guards the rest.
+        self._use_count = 0
+        self._is_over = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For a thread. Raises TimeoutError when the memory was given back already."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    async def give_back(self) -> None:
+        """Nobody uses it any more when this returns, even if it is cancelled meanwhile. Waits for
+        those who do, so their use must be bounded."""
+        with self._lock:
+            self._is_over = True
+            if not self._use_count:
+                return
+        await finished(self._unused)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._is_over:
+                raise TimeoutError
+            self._use_count += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._use_count -= 1
+            if self._is_over and not self._use_count:
+                self._loop.call_soon_threadsafe(self._unused.set_result, None)
 
 
 async def ended_in_time(

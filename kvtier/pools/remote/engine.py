@@ -5,7 +5,8 @@ What a value means, to which namespace it belongs and whether its bytes are righ
 Whatever the world does to a call is a value, a `RemoteOutcome`, one for each member of a batch;
 nothing is raised but for our own mistakes. Each call ends within its `timeout_seconds` (law 2). A
 call that timed out may still take effect; but its arguments are not read any more, or they are
-still held by whoever reads them: a value once given to `put` is not changed by anybody.
+still held by whoever reads them: a value once given to `put` is not changed by anybody. Where
+`Pace.reads_in_place` says so they are not read any more, and may be memory that changes afterwards.
 
 A *record* is a small value that several daemons change by turns: `replace_record` compares and
 sets, and of all that compare with the same value exactly one is told DONE. Records live under keys
@@ -25,6 +26,9 @@ from kvtier.memory import Bytes
 
 RemoteKey = NewType("RemoteKey", str)
 """Printable ASCII without spaces; folders, as it were, end in a slash."""
+
+Value = Sequence[Bytes]
+"""To be put: the parts of one value, in order. One part only, unless `Pace.reads_in_place`."""
 
 # A record holds an epoch and the daemons that follow it.
 RECORD_BYTES_MAX = 64 << 10
@@ -80,10 +84,15 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How an engine is kept busy: what a call should carry, and how many calls at once help."""
+    """How an engine is kept busy: what a call should carry, and how many calls at once help.
+
+    `reads_in_place`: `put` takes values in parts, and has ended reading them when it returns,
+    however it ends: so it may be given the memory of blocks itself.
+    """
 
     call_bytes: int
     calls_at_once: int = 1
+    reads_in_place: bool = False
 
     def __post_init__(self) -> None:
         assert self.call_bytes > 0
@@ -104,7 +113,7 @@ class RemoteEngine(Protocol):
         ...
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         """Keep these values; one that is there already is replaced or left, as the engine likes."""
         ...

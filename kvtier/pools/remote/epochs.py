@@ -236,7 +236,7 @@ class EpochWatch:
             return
         key = self._ack_key(record, self._member)
         value = np.frombuffer(b"seen", np.uint8)
-        [outcome] = await self._engine.put([(key, value)], timeout_seconds=self._call_seconds)
+        [outcome] = await self._engine.put([(key, [value])], timeout_seconds=self._call_seconds)
         if outcome is RemoteOutcome.DONE:
             self._acknowledged_epoch = record.epoch
 

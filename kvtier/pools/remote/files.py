@@ -47,6 +47,7 @@ from kvtier.pools.remote.engine import (
     RemoteKey,
     RemoteOutcome,
     Reply,
+    Value,
 )
 
 MARK_NAME = "kvtier-remote"
@@ -149,9 +150,9 @@ class FilesEngine:
         return Pace(CALL_BYTES, calls_at_once=2)
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
-        works = [partial(self._guarded, partial(self._put, key, value)) for key, value in values]
+        works = [partial(self._guarded, partial(self._put, key, value)) for key, [value] in values]
         return await self._calls.run(works, timeout_seconds, RemoteOutcome.TIMED_OUT)
 
     async def get(

@@ -93,15 +93,30 @@ def write_header(
     frame: Bytes, shape: BlockShape, block: BlockHash, *, codec: int, checksum: int
 ) -> None:
     """Fill in the first HEADER_BYTES; the encoded payload is what lies behind them."""
-    assert 16 <= len(block) <= _HASH_BYTES_MAX
     encoded = frame[HEADER_BYTES:]
     torn = checksum if codec == NO_CODEC else shard_checksum(encoded.data)
+    np.copyto(frame[:HEADER_BYTES], _header(shape, block, codec, encoded.nbytes, checksum, torn))
+
+
+def plain_header(shape: BlockShape, block: BlockHash, *, checksum: int) -> Bytes:
+    """The header of a payload that goes as it is, and lies elsewhere."""
+    return _header(shape, block, NO_CODEC, shape.payload_bytes, checksum, checksum)
+
+
+def _header(
+    shape: BlockShape,
+    block: BlockHash,
+    codec: int,
+    encoded_bytes: int,
+    checksum: int,
+    torn: int,
+) -> Bytes:
+    assert 16 <= len(block) <= _HASH_BYTES_MAX
     body = _HEAD.pack(
         *(MAGIC, VERSION, codec, len(block), shape.fingerprint, shape.epoch, shape.shard_count),
-        *(block, shape.payload_bytes, encoded.nbytes, checksum, torn),
+        *(block, shape.payload_bytes, encoded_bytes, checksum, torn),
     )
-    header = body + _CRC.pack(zlib.crc32(body))
-    np.copyto(frame[:HEADER_BYTES], np.frombuffer(header, np.uint8))
+    return np.frombuffer(body + _CRC.pack(zlib.crc32(body)), np.uint8)
 
 
 def read_header(frame: Bytes, shape: BlockShape, block: BlockHash) -> FrameHeader | FrameFault:

@@ -48,6 +48,7 @@ from kvtier.pools.remote.engine import (
     RemoteKey,
     RemoteOutcome,
     Reply,
+    Value,
 )
 
 # A record may be changed so many times (a daemon that joins or leaves is a change, too): with a
@@ -137,10 +138,10 @@ class MooncakeEngine:
         return Pace(CALL_BYTES)
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
-        sizes = [value.nbytes for _, value in values]
-        groups = [values[start:end] for start, end in _groups(sizes)]
+        whole = [(key, value) for key, [value] in values]
+        groups = [whole[start:end] for start, end in _groups([one.nbytes for _, one in whole])]
         works = [partial(self._put_group, group) for group in groups]
         found = await self._run(works, timeout_seconds)
         return _flattened(found, [len(group) for group in groups])

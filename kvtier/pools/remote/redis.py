@@ -25,10 +25,9 @@ import numpy as np
 from kvtier.clock import Clock, SystemClock
 from kvtier.errors import ConfigError
 from kvtier.io.threads import IoThreads
-from kvtier.memory import Bytes
 from kvtier.pools.remote.buffers import Buffers
-from kvtier.pools.remote.calls import Calls, ended_in_time
-from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.calls import Borrowed, Calls, ended_in_time
+from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply, Value
 from kvtier.pools.remote.redis_lane import Address, RedisLane, RedisLanes, outcome_of_text
 
 # A pipeline of so much is a call of some ten milliseconds. One larger block is one call.
@@ -111,19 +110,24 @@ class RedisEngine:
     @property
     def pace(self) -> Pace:
         """A second call is being sent while the server answers the first one."""
-        return Pace(PIPELINE_BYTES_MAX - _FRAMES_BYTES, calls_at_once=2)
+        return Pace(PIPELINE_BYTES_MAX - _FRAMES_BYTES, calls_at_once=2, reads_in_place=True)
 
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         seconds = self._settings.lifetime_seconds
         more = (b"PX", b"%d" % round(seconds * 1000)) if seconds is not None else ()
+        memory = Borrowed()
 
         def work(places: Sequence[int], deadline: float, lane: RedisLane) -> list[RemoteOutcome]:
-            return lane.put([values[place] for place in places], more, deadline=deadline)
+            with memory.in_use():
+                return lane.put([values[place] for place in places], more, deadline=deadline)
 
-        sizes = [value.nbytes for _, value in values]
-        return await self._run_lanes([key for key, _ in values], sizes, work, timeout_seconds)
+        sizes = [sum(part.nbytes for part in value) for _, value in values]
+        try:
+            return await self._run_lanes([key for key, _ in values], sizes, work, timeout_seconds)
+        finally:
+            await memory.give_back()  # No wait but for threads that end at the deadline themselves.
 
     async def get(
         self, keys: Sequence[RemoteKey], *, value_bytes_max: int, timeout_seconds: float

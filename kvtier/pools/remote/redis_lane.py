@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.memory import Bytes
-from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome, Reply, Value
 
 _LINE_BYTES_MAX = 64 << 10
 _PARTS_MAX = 1024  # IOV_MAX
@@ -75,7 +75,7 @@ class RedisLane:
         return outcome_of_text(_text(line)) if line[:1] == b"-" else RemoteOutcome.DONE
 
     def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], more: Sequence[bytes], *, deadline: float
+        self, values: Sequence[tuple[RemoteKey, Value]], more: Sequence[bytes], *, deadline: float
     ) -> list[RemoteOutcome]:
         self._deadline = deadline
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in more)
@@ -83,7 +83,8 @@ class RedisLane:
         for key, value in values:
             name = key.encode()
             head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(more), len(name), name)
-            parts += [head + b"$%d\r\n" % value.nbytes, value.data, end]
+            length = sum(part.nbytes for part in value)
+            parts += [head + b"$%d\r\n" % length, *(part.data for part in value), end]
         self._send(*parts)
         outcomes = []
         for _ in values:
@@ -172,8 +173,10 @@ class RedisLane:
     def _send(self, *parts: bytes | memoryview) -> None:
         if self._is_tls:
             for part in parts:
-                self._limit_time()
-                self._socket.sendall(part)
+                rest = memoryview(part)
+                while rest.nbytes:  # A record of 16 KiB at a time, each of which may wait.
+                    self._limit_time()
+                    rest = rest[self._socket.send(rest) :]
             return
         left = deque(memoryview(part) for part in parts)
         while left:

@@ -16,21 +16,25 @@ import pytest
 from kvtier.codec.codecs import CodecId
 from kvtier.memory import Bytes
 from kvtier.policy.codec_choice import CodecChoice
-from kvtier.pools.remote.blocks import BlockViews, FixedCodec
+from kvtier.pools.remote.blocks import FixedCodec
 from kvtier.pools.remote.breaker import BreakerState
-from kvtier.pools.remote.engine import Pace, RemoteKey, RemoteOutcome, Reply
+from kvtier.pools.remote.engine import Pace, RemoteKey, RemoteOutcome, Reply, Value
 from kvtier.pools.remote.frame import HEADER_BYTES, FrameFault
+from kvtier.pools.remote.framing import BlockViews
 from tests.support.clock import ManualClock
-from tests.support.fake_remote import FakeRemote, Shelf
+from tests.support.fake_remote import PACE, FakeRemote, Shelf
 from tests.support.remote_rig import EPOCH, RemoteRig, hash_of
 
 DONE, ABSENT = RemoteOutcome.DONE, RemoteOutcome.ABSENT
+COPIED = Pace(call_bytes=8 << 20, calls_at_once=2)  # Not sent from the blocks' own memory.
 
 
-def play(work: Callable[[RemoteRig, Shelf], Awaitable[None]], **more: object) -> None:
+def play(
+    work: Callable[[RemoteRig, Shelf], Awaitable[None]], pace: Pace = PACE, **more: object
+) -> None:
     async def main() -> None:
         shelf = Shelf()
-        rig = RemoteRig(FakeRemote(shelf), **more)  # type: ignore[arg-type]
+        rig = RemoteRig(FakeRemote(shelf, pace=pace), **more)  # type: ignore[arg-type]
         try:
             await work(rig, shelf)
         finally:
@@ -50,7 +54,8 @@ def test_blocks_come_back_as_they_went(codec: CodecId, shard_count: int) -> None
         if codec is CodecId.PLANES_ZSTD:
             assert shelf.used_bytes < 0.8 * 7 * rig.payload_bytes
 
-    play(work, codec=codec, shard_count=shard_count)
+    for pace in (PACE, COPIED):
+        play(work, pace, codec=codec, shard_count=shard_count)
 
 
 def test_large_batches_go_in_groups_and_keep_their_order() -> None:
@@ -68,17 +73,12 @@ class PacedRemote(FakeRemote):
     """Tells what its calls carry, and how many there are at once."""
 
     def __init__(self, shelf: Shelf, pace: Pace) -> None:
-        super().__init__(shelf)
-        self._pace = pace
+        super().__init__(shelf, pace=pace)
         self.call_counts: list[int] = []  # Values of each call.
         self.at_once, self.most_at_once = 0, 0
 
-    @property
-    def pace(self) -> Pace:
-        return self._pace
-
     async def put(
-        self, values: Sequence[tuple[RemoteKey, Bytes]], *, timeout_seconds: float
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         with self._counted(len(values)):
             return await super().put(values, timeout_seconds=timeout_seconds)
@@ -251,7 +251,32 @@ def test_a_block_scribbled_over_since_its_checksum_is_not_put() -> None:
         assert list(shelf.values) == [rig.key_of(1)]
 
     play(work)
+    play(work, COPIED)
     play(work, codec=CodecId.PLANES_LZ4)
+
+
+def test_a_block_is_sent_from_its_own_memory_where_that_is_safe() -> None:
+    async def main() -> None:
+        for pace, is_own in ((PACE, True), (COPIED, False)):
+            engine = PartsRemote(Shelf(), pace=pace)
+            rig = RemoteRig(engine)
+            block = rig.views_of(1)
+            assert await rig.blocks.put([block], timeout_seconds=5.0) == [DONE]
+            sent = [any(np.shares_memory(p, shard) for p in engine.parts) for shard in block.shards]
+            assert sent == [is_own] * 2
+            await rig.close()
+
+    asyncio.run(main())
+
+
+class PartsRemote(FakeRemote):
+    """Remembers what it was given."""
+
+    async def put(
+        self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
+    ) -> list[RemoteOutcome]:
+        self.parts = [part for _, value in values for part in value]
+        return await super().put(values, timeout_seconds=timeout_seconds)
 
 
 def test_without_an_epoch_the_tier_is_off_and_the_engine_is_not_asked() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from functools import partial
 
 import pytest
 
-from kvtier.pools.remote.calls import Calls, ended_in_time, finished
+from kvtier.pools.remote.calls import Borrowed, Calls, ended_in_time, finished
 from tests.support.virtual_loop import run_virtual
 
 
@@ -93,3 +95,40 @@ def test_a_work_that_must_be_finished_is_and_the_cancellation_passed_on() -> Non
         assert work.result() == 1
 
     run_virtual(play())
+
+
+def test_borrowed_memory_is_given_back_when_the_last_thread_has_left_it() -> None:
+    async def play() -> None:
+        memory, inside, may_go = Borrowed(), threading.Event(), threading.Event()
+        left: list[float] = []
+
+        def use() -> None:
+            with memory.in_use():
+                inside.set()
+                may_go.wait()
+                left.append(time.monotonic())
+
+        using = [asyncio.ensure_future(asyncio.to_thread(use)) for _ in range(2)]
+        await asyncio.to_thread(inside.wait)
+        giving = asyncio.ensure_future(memory.give_back())
+        await asyncio.sleep(0.02)
+        giving.cancel()  # It waits all the same.
+        await asyncio.sleep(0.02)
+        assert not giving.done()
+        may_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await giving
+        assert len(left) == len([one for one in using if await ended(one)])
+        with pytest.raises(TimeoutError), memory.in_use():
+            raise AssertionError("it was given back")
+
+    asyncio.run(play())
+
+
+async def ended(using: asyncio.Future[None]) -> bool:
+    """Whether it got the memory; a thread that came too late did not."""
+    try:
+        await using
+    except TimeoutError:
+        return False
+    return True

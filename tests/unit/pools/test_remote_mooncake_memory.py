@@ -81,7 +81,7 @@ class Rig:
         return value
 
     def put(self, value: Bytes) -> RemoteOutcome:
-        [found] = asyncio.run(self.engine.put([(KEY, value)], timeout_seconds=10.0))
+        [found] = asyncio.run(self.engine.put([(KEY, [value])], timeout_seconds=10.0))
         return found
 
     def get(self, length: int = LARGE) -> Bytes | RemoteOutcome:

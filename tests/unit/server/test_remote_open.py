@@ -98,7 +98,7 @@ def test_a_share_is_opened_kept_and_given_up(
     async def work(parts: RemoteParts) -> None:
         key = RemoteKey("kvtier1/a/b")
         value = np.arange(100, dtype=np.uint8)
-        assert await parts.engine.put([(key, value)], timeout_seconds=10) == [DONE]
+        assert await parts.engine.put([(key, [value])], timeout_seconds=10) == [DONE]
         [reply] = await parts.engine.get([key], value_bytes_max=100, timeout_seconds=10)
         assert reply.value is not None
         assert np.array_equal(reply.value, value)
@@ -119,7 +119,7 @@ def test_a_share_that_is_not_prepared_is_told_once_and_nothing_is_made_there(
 ) -> None:
     async def work(parts: RemoteParts) -> None:
         key, value = RemoteKey("kvtier1/a/b"), np.zeros(10, np.uint8)
-        outcomes = await parts.engine.put([(key, value)], timeout_seconds=10)
+        outcomes = await parts.engine.put([(key, [value])], timeout_seconds=10)
         assert outcomes == [RemoteOutcome.UNREACHABLE]
         assert parts.share is not None
         share = parts.share
@@ -142,8 +142,13 @@ def test_the_password_comes_from_its_file_and_goes_nowhere_else(
 
     async def work(parts: RemoteParts) -> None:
         key, value = RemoteKey("kvtier1/a/b"), np.zeros(10, np.uint8)
-        assert await parts.engine.put([(key, value)], timeout_seconds=10) == [DONE]
+        assert await parts.engine.put([(key, [value])], timeout_seconds=10) == [DONE]
         assert SECRET not in repr(parts)
+        buffer = parts.buffers.take(10)
+        parts.buffers.give_back(buffer)
+        [reply] = await parts.engine.get([key], value_bytes_max=10, timeout_seconds=10)
+        assert reply.value is not None
+        assert reply.value.base is buffer.base, "values come in the buffers that are given back"
 
     with (
         caplog.at_level(logging.DEBUG),

@@ -66,7 +66,7 @@ class Over(Exception):
 class Node:
     """A daemon's remote tier beside a DRAM pool of 16 slots."""
 
-    def __init__(self, directory: Path, shelf: Shelf) -> None:
+    def __init__(self, directory: Path, shelf: Shelf, known_bytes: int = 1 << 30) -> None:
         directory.mkdir(exist_ok=True)
         clock = SystemClock()
         self.manager = RecordingManager()
@@ -92,7 +92,7 @@ class Node:
             base,
             self.dram,
             parts,
-            known_bytes=1 << 30,
+            known_bytes=known_bytes,
             owed=OwedClears(directory / "owed"),
             times=TIMES,
         )
@@ -153,8 +153,10 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def running(directory: Path, shelf: Shelf) -> AsyncIterator[tuple[Node, NamespaceId]]:
-    node = Node(directory, shelf)
+async def running(
+    directory: Path, shelf: Shelf, known_bytes: int = 1 << 30
+) -> AsyncIterator[tuple[Node, NamespaceId]]:
+    node = Node(directory, shelf, known_bytes)
     try:
         async with asyncio.TaskGroup() as tasks:
             namespace = await node.open(tasks)
@@ -315,6 +317,22 @@ def test_the_search_tells_of_leading_blocks_and_asks_once_for_what_is_absent(
             assert node.search.begin(namespace, hashes, 4) is None, "it was not there just now"
             assert shelf.call_count == call_count
             assert node.search.begin(namespace, hashes, 5) is None, "nothing is missing"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("known_bytes", "segment_bytes", "count"),
+    [(1 << 40, 256 << 20, 4096), (128 << 20, 2 << 20, 64), (1 << 20, 1 << 20, 2)],
+)
+def test_what_is_remembered_is_forgotten_in_small_parts(
+    tmp_path: Path, known_bytes: int, segment_bytes: int, count: int
+) -> None:
+    async def story() -> None:
+        async with running(tmp_path, Shelf(), known_bytes) as (node, _):
+            [opened] = node.manager.of(ev.LowerOpened)
+            assert (opened.segment_bytes, opened.segment_count) == (segment_bytes, count)
+            assert node.keeper.known_bytes_max == segment_bytes * count
 
     asyncio.run(story())
 

@@ -221,6 +221,20 @@ def test_stop_ends_the_request_and_leaves_its_account(served: Running) -> None:
 
 @pytest.mark.parametrize("extra", [{"stream": True}, {"stream": True, "n": 3}, {}])
 def test_client_that_leaves_cancels_its_request(served: Running, extra: dict[str, Any]) -> None:
+    """In good time: it would take two seconds to end by itself."""
+    cancelled: list[str] = []
+    step, cancel = served.engine.step, served.engine.cancel
+
+    def slow() -> Any:
+        threading.Event().wait(0.005)
+        return step()
+
+    def watched(request_id: str) -> None:
+        cancelled.append(request_id)
+        cancel(request_id)
+
+    served.engine.step, served.engine.cancel = slow, watched  # type: ignore[method-assign]
+
     async def leave() -> None:
         body = {"prompt": "x" * 40, "max_tokens": 400, "temperature": 0} | extra
         async with aiohttp.ClientSession() as session:
@@ -234,6 +248,7 @@ def test_client_that_leaves_cancels_its_request(served: Running, extra: dict[str
 
     asyncio.run(leave())
     assert_nothing_runs(served)
+    assert len(cancelled) == 1
 
 
 def assert_nothing_runs(served: Running) -> None:

@@ -9,6 +9,7 @@ What is not there is remembered for a time, so that a stream of new prompts asks
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 
 from kvtier.clock import Clock
 from kvtier.core.events import BlocksFound
@@ -34,16 +35,20 @@ class AbsentBlocks:
         self._clock = clock
         self._seconds = seconds
         self._count_max = count_max
-        self._until: dict[_Key, float] = {}  # Ascending.
+        self._until: OrderedDict[_Key, float] = OrderedDict()  # Ascending.
 
     def __len__(self) -> int:
         return len(self._until)
 
     def add(self, key: _Key) -> None:
+        now = self._clock.now()
         self._until.pop(key, None)
-        while len(self._until) >= self._count_max:
-            del self._until[next(iter(self._until))]
-        self._until[key] = self._clock.now() + self._seconds
+        while self._until:
+            first = next(iter(self._until))
+            if len(self._until) < self._count_max and now < self._until[first]:
+                break
+            self._until.popitem(last=False)
+        self._until[key] = now + self._seconds
 
     def __contains__(self, key: _Key) -> bool:
         until = self._until.get(key)

@@ -132,13 +132,15 @@ class FilesEngine:
         where values are taken from."""
         self._buffers = buffers or Buffers()
         self._clock = clock
-        self._touched: dict[Path, float] = {}  # When to touch it again.
-        self._root = settings.root
+        self._touched: dict[str, float] = {}  # When to touch it again.
+        self._root = str(settings.root)
+        self._mark = f"{self._root}/{MARK_NAME}"
         self._capacity_bytes = settings.capacity_bytes
         self._unique = unique
         self._threads = IoThreads("kvtier-share", count=settings.thread_count)
         self._calls = Calls(settings.thread_count)
         self._numbers = count()
+        self._usage_path = f"{self._root}/{USAGE_NAME}"
         self._usage = Usage()
 
     @property
@@ -211,7 +213,7 @@ class FilesEngine:
             raise
         return RemoteOutcome.DONE
 
-    async def _get(self, path: Path, value_bytes_max: int) -> Reply:
+    async def _get(self, path: str, value_bytes_max: int) -> Reply:
         is_touched = self._clock.now() > self._touched.get(path, 0.0)
         reply = await self._in_thread(self._read_value, path, value_bytes_max, is_touched)
         if is_touched:
@@ -221,7 +223,7 @@ class FilesEngine:
         return reply
 
     async def _by_keys(
-        self, work: Callable[[Path], object], keys: Sequence[RemoteKey], timeout_seconds: float
+        self, work: Callable[[str], object], keys: Sequence[RemoteKey], timeout_seconds: float
     ) -> list[RemoteOutcome]:
         """DONE for each path with which `work` raises nothing; many of them in one thread."""
         groups = [keys[start : start + _KEYS_A_CALL] for start in range(0, len(keys), _KEYS_A_CALL)]
@@ -234,7 +236,7 @@ class FilesEngine:
         ]
 
     async def _by_group(
-        self, work: Callable[[Path], object], keys: Sequence[RemoteKey]
+        self, work: Callable[[str], object], keys: Sequence[RemoteKey]
     ) -> list[RemoteOutcome]:
         def run() -> list[RemoteOutcome]:
             return [_outcome_of_work(work, self._path(key)) for key in keys]
@@ -248,20 +250,20 @@ class FilesEngine:
         missing = await self._missing()
         return [missing if one is RemoteOutcome.ABSENT else one for one in outcomes]
 
-    async def _read_record(self, folder: Path) -> Reply:
+    async def _read_record(self, folder: str) -> Reply:
         found = await self._newest(folder)
         if found is None:
             return Reply(await self._missing())
         return Reply(RemoteOutcome.DONE, np.frombuffer(found[1], np.uint8))
 
     async def _replace_record(
-        self, folder: Path, expected: bytes | None, value: bytes
+        self, folder: str, expected: bytes | None, value: bytes
     ) -> RemoteOutcome:
         found = await self._newest(folder)
         number, present = found or (0, None)
         if present != expected:
             return RemoteOutcome.LOST
-        arriving, mine = self._arriving(), folder / f"{number + 1:010d}"
+        arriving, mine = self._arriving(), f"{folder}/{number + 1:010d}"
         try:
             await self._in_thread(self._write_arriving, np.frombuffer(value, np.uint8), arriving)
             link = partial(os.link, arriving, mine)
@@ -276,16 +278,16 @@ class FilesEngine:
             return RemoteOutcome.LOST
         for old in numbers:
             if old <= number:
-                await self._unlink_quietly(folder / f"{old:010d}")
+                await self._unlink_quietly(f"{folder}/{old:010d}")
         return RemoteOutcome.DONE
 
-    async def _newest(self, folder: Path) -> tuple[int, bytes] | None:
+    async def _newest(self, folder: str) -> tuple[int, bytes] | None:
         """Number and value of the record as it is now."""
         for _ in range(_RECORD_READS_MAX):
             numbers = await self._numbers_in(folder)
             if not numbers:
                 return None
-            path = folder / f"{max(numbers):010d}"
+            path = f"{folder}/{max(numbers):010d}"
             try:
                 async with aiofiles.open(path, "rb", executor=self._threads) as file:
                     return max(numbers), await file.read(RECORD_BYTES_MAX)
@@ -293,7 +295,7 @@ class FilesEngine:
                 continue  # Replaced, and removed, since the folder was listed.
         raise TimeoutError(f"{folder}: changed {_RECORD_READS_MAX} times while it was read")
 
-    async def _numbers_in(self, folder: Path) -> list[int]:
+    async def _numbers_in(self, folder: str) -> list[int]:
         try:
             names = await self._in_thread(os.listdir, folder)
         except FileNotFoundError:
@@ -302,7 +304,7 @@ class FilesEngine:
 
     async def _health(self) -> Health:
         try:
-            await self._in_thread(os.stat, self._root / MARK_NAME)
+            await self._in_thread(os.stat, self._mark)
             await self._read_usage(at_once=True)
         except OSError as error:
             return Health(outcome_of(error), f"{self._root}: {error.strerror}")
@@ -315,23 +317,23 @@ class FilesEngine:
             return
         self._usage.read_at = now
         try:
-            async with aiofiles.open(self._root / USAGE_NAME, "rb", executor=self._threads) as file:
+            async with aiofiles.open(self._usage_path, "rb", executor=self._threads) as file:
                 self._usage.take(await file.read(256))
         except FileNotFoundError:
             return  # Nobody has counted yet.
 
-    def _arriving(self) -> Path:
+    def _arriving(self) -> str:
         """A name for a file that has no place yet."""
-        return self._root / ARRIVING_NAME / f"{self._unique}.{next(self._numbers)}"
+        return f"{self._root}/{ARRIVING_NAME}/{self._unique}.{next(self._numbers)}"
 
-    async def _unlink_quietly(self, path: Path) -> None:
+    async def _unlink_quietly(self, path: str) -> None:
         with suppress(OSError):
             await self._in_thread(os.unlink, path)
 
     async def _missing(self) -> RemoteOutcome:
         """ABSENT, unless all is."""
         try:
-            await self._in_thread(os.stat, self._root / MARK_NAME)
+            await self._in_thread(os.stat, self._mark)
         except OSError as error:
             return outcome_of(error)
         return RemoteOutcome.ABSENT
@@ -361,46 +363,46 @@ class FilesEngine:
 
     # What follows runs in threads: a value's calls in one, as a hop takes longer than most of them.
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self, folder: str) -> None:
         """Never the root: it may have vanished since somebody looked. Raises OSError."""
         path = self._root
-        for name in folder.relative_to(self._root).parts:
-            path /= name
+        for name in os.path.relpath(folder, self._root).split(os.sep):
+            path = f"{path}/{name}"
             with suppress(FileExistsError):
-                path.mkdir()
+                os.mkdir(path)
 
-    def _write_into_place(self, value: Bytes, arriving: Path, path: Path) -> None:
+    def _write_into_place(self, value: Bytes, arriving: str, path: str) -> None:
         """On trouble nothing is left of it."""
         try:
             self._write_arriving(value, arriving)
             replace = partial(os.replace, arriving, path)
-            self._retried_with_folder(path.parent, replace)
+            self._retried_with_folder(os.path.dirname(path), replace)
         except OSError:
             with suppress(OSError):
                 os.unlink(arriving)
             raise
 
-    def _write_arriving(self, value: Bytes, arriving: Path) -> None:
+    def _write_arriving(self, value: Bytes, arriving: str) -> None:
         def write() -> None:
             with open(arriving, "xb", buffering=0) as file:
                 done = 0
                 while done < value.nbytes:
                     done += file.write(value[done:].data)
 
-        self._retried_with_folder(arriving.parent, write)
+        self._retried_with_folder(os.path.dirname(arriving), write)
 
-    def _retried_with_folder(self, folder: Path, work: Callable[[], object]) -> None:
+    def _retried_with_folder(self, folder: str, work: Callable[[], object]) -> None:
         """Make the folder if that is what is missing and the share is mounted; the owner may remove
         it again while it is empty."""
         for _ in range(_FOLDER_ATTEMPTS):
             with suppress(FileNotFoundError):
                 work()
                 return
-            os.stat(self._root / MARK_NAME)
+            os.stat(self._mark)
             self._make_folder(folder)
-        raise OSError(errno.EBUSY, "the folder was removed again and again", str(folder))
+        raise OSError(errno.EBUSY, "the folder was removed again and again", folder)
 
-    def _read_value(self, path: Path, value_bytes_max: int, is_touched: bool) -> Reply:
+    def _read_value(self, path: str, value_bytes_max: int, is_touched: bool) -> Reply:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size > value_bytes_max:
@@ -417,16 +419,17 @@ class FilesEngine:
                 os.utime(path)
         return Reply(RemoteOutcome.DONE, value)
 
-    def _path(self, key: RemoteKey) -> Path:
+    def _path(self, key: RemoteKey) -> str:
+        """No Path: it would intern each part for good, as far as the table of them goes."""
         folder, _, name = key.rpartition("/")
         spread = xxhash.xxh3_64_intdigest(key.encode()) & 0xFF
-        return self._root / VALUES_NAME / folder / f"{spread:02x}" / name
+        return f"{self._root}/{VALUES_NAME}/{folder}/{spread:02x}/{name}"
 
-    def _record_folder(self, key: RemoteKey) -> Path:
-        return self._root / RECORDS_NAME / quote(key, safe="")
+    def _record_folder(self, key: RemoteKey) -> str:
+        return f"{self._root}/{RECORDS_NAME}/{quote(key, safe='')}"
 
 
-def _outcome_of_work(work: Callable[[Path], object], path: Path) -> RemoteOutcome:
+def _outcome_of_work(work: Callable[[str], object], path: str) -> RemoteOutcome:
     try:
         work(path)
     except FileNotFoundError:

@@ -212,17 +212,18 @@ class FilesOwner:
                 os.unlink(value.path)
             used_bytes -= value.size_bytes
             evicted.append(value)
-            self._remove_empty(Path(value.path).parent)
+            self._remove_empty(os.path.dirname(value.path))
         return evicted
 
-    def _remove_empty(self, folder: Path) -> None:
+    def _remove_empty(self, folder: str) -> None:
         """Up to the values' root; whoever renames into it meanwhile makes it again."""
-        while folder != self._values:
+        root = str(self._values)
+        while folder != root:
             try:
-                folder.rmdir()
+                os.rmdir(folder)
             except OSError:
                 return  # Not empty, or gone.
-            folder = folder.parent
+            folder = os.path.dirname(folder)
 
     def _remove_stale(self) -> int:
         """Ages are told by the file server: now is when it took the count."""

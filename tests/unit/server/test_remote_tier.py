@@ -348,6 +348,8 @@ def test_absent_blocks_are_forgotten_in_time_and_are_never_too_many() -> None:
     over = AbsentBlocks(clock, seconds=0.0, count_max=2)
     over.add(keys[0])
     assert keys[0] not in over
+    over.add(keys[1])
+    assert len(over) == 1, "what is over takes memory"
 
 
 def test_every_reason_of_trouble_has_its_metric() -> None:

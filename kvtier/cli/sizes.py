@@ -1,12 +1,12 @@
-"""Sizes on the command line: plain numbers of bytes, or with KiB, MiB, GiB."""
+"""Sizes on the command line: plain numbers of bytes, or with KiB, MiB, GiB, TiB."""
 
 from __future__ import annotations
 
 import argparse
 import re
 
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_SIZE = re.compile(r"(\d+) ?(kib|mib|gib|)", re.IGNORECASE)
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE = re.compile(r"(\d+) ?(kib|mib|gib|tib|)", re.IGNORECASE)
 
 
 def size(text: str) -> int:

@@ -63,7 +63,7 @@ def read_trace(path: Path) -> Trace:
             at = float(line["t"]) * unit
             found.append(TracedRequest(at, int(line["in"]), int(line["out"]), chain))
     found.sort(key=lambda one: one.at)
-    return _renumbered(str(header.get("name", path.stem)), block_tokens, found)
+    return numbered(str(header.get("name", path.stem)), block_tokens, found)
 
 
 def read_sessions(path: Path, block_tokens: int, span_seconds: float, *, seed: int) -> Trace:
@@ -92,13 +92,22 @@ def read_sessions(path: Path, block_tokens: int, span_seconds: float, *, seed: i
                 found.append(one)
             first = last + 1
     found.sort(key=lambda one: one.at)
-    return _renumbered(str(header.get("name", path.stem)), block_tokens, found)
+    return numbered(str(header.get("name", path.stem)), block_tokens, found)
+
+
+def scope_of(path: Path) -> str:
+    """`global`, or `session`; what else its header says is not looked at."""
+    try:
+        _, header = next(_lines(path))
+    except StopIteration:
+        raise BadRequest(f"{path} is empty: a trace begins with its header") from None
+    return str(header.get("scope"))
 
 
 def between(trace: Trace, begin: float, end: float) -> Trace:
     """The requests of some seconds, from second 0 on."""
     mine = [replace(one, at=one.at - begin) for one in trace.requests if begin <= one.at < end]
-    return _renumbered(trace.name, trace.block_tokens, mine)
+    return numbered(trace.name, trace.block_tokens, mine)
 
 
 def mixed(name: str, traces: Sequence[Trace]) -> Trace:
@@ -111,7 +120,7 @@ def mixed(name: str, traces: Sequence[Trace]) -> Trace:
         found += [replace(one, blocks=one.blocks + shift, tenant=tenant) for one in trace.requests]
         first += trace.unique_count
     found.sort(key=lambda one: one.at)
-    return _renumbered(name, traces[0].block_tokens, found)
+    return numbered(name, traces[0].block_tokens, found)
 
 
 def _header(
@@ -133,7 +142,8 @@ def _header(
     return header, block_tokens, unit
 
 
-def _renumbered(name: str, block_tokens: int, requests: list[TracedRequest]) -> Trace:
+def numbered(name: str, block_tokens: int, requests: list[TracedRequest]) -> Trace:
+    """A trace of these, with blocks numbered anew. Raises BadRequest where one has two parents."""
     known, numbers = np.unique(
         np.concatenate([one.blocks for one in requests] or [np.zeros(0, np.int32)]),
         return_inverse=True,

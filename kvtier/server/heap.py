@@ -18,7 +18,8 @@ _M_TRIM = -1
 _M_MMAP = -3
 _M_HEAPS = -8
 
-MMAP_BYTES = 32 << 20  # The largest glibc allows. Messages are at most 4 MiB.
+# What is larger has a mapping of its own: few calls are, and the holes that they leave stay.
+MMAP_BYTES = (1 << 20) + (64 << 10)
 HEAPS = 2
 TRIM_BYTES = 64 << 20  # Free memory at the heap's top that may stay ours.
 

@@ -72,7 +72,7 @@ def test_epoch_of_an_answered_clear_outlives_kill_9(daemon: RunningDaemon) -> No
         assert client.wait_namespace(namespace, 30)
         assert namespace.state is not None
         seen = [namespace.state.epoch]
-        for number in range(rounds(short=20, full=200)):
+        for number in range(rounds(short=8, full=200)):
             clearing = Clearing(client)
             clearing.start()
             if number % 2:

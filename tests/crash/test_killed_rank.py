@@ -101,7 +101,7 @@ def daemon():  # type: ignore[no-untyped-def]
 def test_rank_killed_in_mid_store_leaves_no_half_block(daemon: RunningDaemon) -> None:
     rng = random.Random(11)
     whole = cut_short = 0
-    round_count = rounds(short=10, full=50)
+    round_count = rounds(short=6, full=50)
     with Client(daemon.socket, settings=PATIENT, role=Role.TOOL) as reader:
         namespace = reader.open_namespace(spec_of("ranks", RANKS))
         eventually(lambda: namespace.state is not None, "the reader has opened the namespace")

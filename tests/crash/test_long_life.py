@@ -67,7 +67,7 @@ class Form:
 
 
 SHORT = Form(
-    11.0, 4, 0.15, 4.0, 0.9, 0.5, 0.02, 0.45, 0.25, 1, Bounds(0.02, 4 << 20, 24, math.inf, 0.0)
+    7.0, 4, 0.15, 3.0, 0.7, 0.3, 0.02, 0.45, 0.25, 1, Bounds(0.02, 4 << 20, 24, math.inf, 0.0)
 )
 FULL_SECONDS = float(os.environ.get("KVTIER_LIFE_SECONDS", "3600"))
 FULL = Form(

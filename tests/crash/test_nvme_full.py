@@ -31,7 +31,7 @@ STARVED_SECONDS = 20.0
 # What is asked for all the time stays in memory, unless its slab is given to the other namespace.
 PROBE_HIT_SHARE_MIN = 0.9
 ANON_GROWTH_BYTES_MAX = 16 << 20
-# The loop's time under load may be so many times the idle one: nine seconds beside strangers say
+# The loop's time under load may be so many times the idle one: six seconds beside strangers say
 # less than five minutes. (20 ms on the loop at each end of a batch is thirty times.)
 QUEUE_TIMES_MAX = 2 if is_torture() else 5
 QUEUE_SECONDS_MAX = 0.001
@@ -67,7 +67,7 @@ class Size:
         return Work(salt, shard_bytes, chain_count, chain_blocks, seed, is_prober=False)
 
 
-SHORT = Size(seconds=9.0, pool_bytes=50 << 20, dram_bytes=16 << 20)
+SHORT = Size(seconds=6.0, pool_bytes=50 << 20, dram_bytes=16 << 20)
 FULL = Size(seconds=300.0, pool_bytes=266 << 20, dram_bytes=48 << 20)
 
 

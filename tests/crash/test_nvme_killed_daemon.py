@@ -245,7 +245,7 @@ def test_killed_daemon_gives_blocks_back_right_or_not_at_all(
     daemon: RunningDaemon, paths: list[Path]
 ) -> None:
     rng = random.Random(3)
-    round_count = rounds(short=3, full=300)
+    round_count = rounds(short=2, full=300)
     with engine_processes() as engines, ExitStack() as stack:
         sides = []
         for salt, shard_bytes, load_count, clears in (

@@ -25,8 +25,8 @@ from transformers import LlamaForCausalLM
 
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import Engine
+from kvtier.engine.files.smollm2 import load_smollm2
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.smollm2 import load_smollm2
 from tests.support.transformers_twin import to_transformers
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from typing import Any
 
 import kvtier.engine  # noqa: F401 - before torch, because it says how OpenMP threads wait
 from benchmarks import paging_plot
-from kvtier.engine.allocators import (
+from kvtier.engine.compared.allocators import (
     ContiguousAllocator,
     KvAllocator,
     Need,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import Engine
+from kvtier.engine.files.smollm2 import load_smollm2
+from kvtier.engine.files.tokenizer import ChatMessage, Tokenizer
 from kvtier.engine.model import LlamaModel
-from kvtier.engine.smollm2 import load_smollm2
-from kvtier.engine.tokenizer import ChatMessage, Tokenizer
 
 if TYPE_CHECKING:
     from benchmarks.paging import Lengths
@@ -43,7 +43,7 @@ def shared_share(lengths: Lengths, width: int, prompt_count: int, seed: int) -> 
         engine.add_request("beams", prompt, SamplingParams(output_count, beam_width=width))
         while engine.unfinished_count:
             engine.step()
-            tables = engine.scheduler.block_tables()
-            held_sum += len({block for table, _ in tables for block in table})
-            table_sum += sum(len(table) for table, _ in tables)
+            tables = [request.device_blocks for request in engine.scheduler.active]
+            held_sum += len({block for table in tables for block in table})
+            table_sum += sum(len(table) for table in tables)
     return round(1 - held_sum / table_sum, 4)

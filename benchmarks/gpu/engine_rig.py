@@ -32,7 +32,7 @@ from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.connector_api import EngineConnector
 from kvtier.engine.device import EngineDevice, open_device
 from kvtier.engine.engine import Engine
-from kvtier.engine.kernel_attention import KernelAttention
+from kvtier.engine.gpu.kernel_attention import KernelAttention
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
 from kvtier.engine.prefix_index import Prefix

@@ -15,6 +15,7 @@ from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.slabs import SlabLedger
 from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts, SessionCounts
+from kvtier.policy.eviction import GuardedPolicy
 from kvtier.types import NamespaceId, TierName
 
 Namespaces = Mapping[NamespaceId, Residency]
@@ -41,6 +42,11 @@ def gather_stats(
         draining=draining,
         lower=lower,
         oldest_lease_at=leases.oldest_at(),
+        guards=tuple(
+            one.policy.guard_report()
+            for one in namespaces.values()
+            if isinstance(one.policy, GuardedPolicy)
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from kvtier.cli.private_daemon import DIRECTORY, PrivateDaemon, private_daemon
 from kvtier.demo.engines import EngineProcess, Reply, TokenHandler, started_engine
 from kvtier.demo.handbook import HANDBOOK, QUESTIONS
 from kvtier.demo.report import ByteCheck, Kill, Parting, Report, TokenCheck, Turn, WarmStart
-from kvtier.engine.tokenizer import ChatMessage, render_chat
+from kvtier.engine.files.tokenizer import ChatMessage, render_chat
 from kvtier.errors import Unavailable
 
 MODEL = "SmolLM2-135M-Instruct, float32"

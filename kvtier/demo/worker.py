@@ -21,12 +21,12 @@ from kvtier.demo.handbook import HANDBOOK
 from kvtier.engine.attention import plan_attention
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import Engine
-from kvtier.engine.gguf_file import BadModelFile
+from kvtier.engine.files.gguf_file import BadModelFile
+from kvtier.engine.files.smollm2 import load_smollm2
+from kvtier.engine.files.tokenizer import Tokenizer
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.kv_cache import make_kv_cache
 from kvtier.engine.prefix_index import Prefix
-from kvtier.engine.smollm2 import load_smollm2
-from kvtier.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvtier.connector import ConnectorStats

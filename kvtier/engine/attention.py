@@ -1,8 +1,7 @@
 """Paged attention: KV is found through block tables, written and read block by block.
 
-`paged_attention` gathers and computes whole runs at once. `reference_attention` walks the block
-table one block at a time with an online softmax, as a kernel on a GPU does; tests hold both equal.
-One layer's KV is [device_blocks, 2, block_tokens, kv_heads, head_size].
+It gathers and computes whole runs at once; a kernel walks the block table one block at a time, and
+tests hold both equal. One layer's KV is [device_blocks, 2, block_tokens, kv_heads, head_size].
 """
 
 from __future__ import annotations
@@ -137,30 +136,6 @@ def paged_attention(queries: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
     if plan.decodes is not None:
         out[plan.decodes.rows] = _attend_decodes(queries[plan.decodes.rows], kv, plan.decodes)
     return out
-
-
-def reference_attention(query: Tensor, kv: Tensor, table: Sequence[int], kv_count: int) -> Tensor:
-    """One query [heads, head_size] over the first `kv_count` tokens of `table`, block by block.
-
-    Keeps the running maximum, sum and weighted values of the softmax, so that no block is seen
-    twice and no score is kept.
-    """
-    block_tokens, kv_heads, head_size = kv.shape[2:]
-    grouped = query.view(kv_heads, -1, head_size).float() * head_size**-0.5
-    best = torch.full(grouped.shape[:2], float("-inf"))
-    total = torch.zeros_like(best)
-    weighted = torch.zeros_like(grouped)
-    for index in range(-(-kv_count // block_tokens)):
-        token_count = min(block_tokens, kv_count - index * block_tokens)
-        keys, values = kv[table[index], :, :token_count].float()
-        scores = torch.einsum("hgd,thd->hgt", grouped, keys)
-        new_best = torch.maximum(best, scores.amax(-1))
-        weights = torch.exp(scores - new_best[..., None])
-        shrink = torch.exp(best - new_best)
-        total = total * shrink + weights.sum(-1)
-        weighted = weighted * shrink[..., None] + torch.einsum("hgt,thd->hgd", weights, values)
-        best = new_best
-    return (weighted / total[..., None]).view_as(query).to(query.dtype)
 
 
 def attend_run(queries: Tensor, kv: Tensor, run: QueryRun) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +12,9 @@ from kvtier.policy.preemption import Preemption
 # The default of vLLM 0.30 and later: with equal seeds both engines give equal block hashes, so a
 # router that follows one can follow the other. (The namespace still keeps their KV apart.)
 HASH_SEED_DEFAULT = "vllm-none-hash"
+# Below this logits divided by the temperature leave float32's range; only the likeliest is drawn
+# long before.
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,17 @@ class SamplingParams:
             raise ValueError("beam search draws nothing: leave temperature 0 and sample_count 1")
         if self.tokens_max < 1:
             raise ValueError(f"tokens_max is {self.tokens_max}: it must be at least 1")
-        if self.temperature < 0.0:
-            raise ValueError(f"temperature is {self.temperature}: it must not be negative")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}: it must be 0 or more, and finite")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed is {self.seed}: it must fit into 64 bits, with its sign")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature < GREEDY_BELOW
 
     @property
     def branch_count(self) -> int:

@@ -69,7 +69,7 @@ def open_device(model: LlamaModel, config: EngineConfig) -> EngineDevice:
         return HostDevice(model, config)
     if not torch.cuda.is_available():
         raise CudaUnavailable(f"device {config.device!r}: torch finds no GPU that it can use")
-    from kvtier.engine.gpu_device import GpuDevice
+    from kvtier.engine.gpu.gpu_device import GpuDevice
 
     _, _, number = config.device.partition(":")
     index = int(number) if number else torch.cuda.current_device()

@@ -9,21 +9,28 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from kvtier.clock import Clock, SystemClock
-from kvtier.engine.attention import plan_attention
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connector_api import EngineConnector
 from kvtier.engine.device import EngineDevice, open_device
 from kvtier.engine.groups import Group, group_of
 from kvtier.engine.hashing import HashChain
-from kvtier.engine.model import Forward, LlamaModel
-from kvtier.engine.request import FinishReason, Request, RequestResult, RequestState
+from kvtier.engine.intake import check_request
+from kvtier.engine.model import LlamaModel
+from kvtier.engine.request import (
+    FinishReason,
+    Load,
+    Request,
+    RequestResult,
+    RequestState,
+    ScheduledTokens,
+)
 from kvtier.engine.sampler import pick_token
-from kvtier.engine.scheduler import Load, ScheduledTokens, Scheduler, unfinished
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.step import Step
 from kvtier.errors import BadRequest, LimitExceeded
 from kvtier.policy.prefill_rate import PrefillRate
 
@@ -44,14 +51,7 @@ class TokenOutput:
     result: RequestResult | None = None
     index: int = 0  # Of the sample that goes on with this token.
     finish_reason: FinishReason | None = None  # Where the token ends its sample.
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """What was computed beside a load whose end is not known yet."""
-
-    generator_state: torch.Tensor  # Before the token was drawn.
-    token_id: int | None = None
+    cached_count: int = 0  # Tokens of the prompt that the engine's cache and kvtier had.
 
 
 class Engine:
@@ -78,7 +78,6 @@ class Engine:
         self._clock = clock
         self._pause = pause
         self._requests: dict[str, Request] = {}
-        self._ahead: dict[ScheduledTokens, _Ahead] = {}
         self._numbers = itertools.count()
         self._rate = PrefillRate()
         self._launched = (0.0, 0)  # Seconds and tokens of steps that have given no token yet.
@@ -109,7 +108,7 @@ class Engine:
         self._exchange()
         outputs = self._settle()
         batch = self.scheduler.schedule()
-        if copies := self.scheduler.take_copies():
+        if copies := self.scheduler.tables.take_copies():
             # First: a block that is copied from may be written to in this step, by a new owner.
             self.device.copy_blocks(copies)
         if self._connector is not None:
@@ -119,26 +118,16 @@ class Engine:
         if not batch:
             return outputs
         began_at = self._clock.now()
-        forward, sampled = self._compute(batch)
+        step = Step(self.device, batch, self.config.block_tokens)
+        step.launch(self._follow_layer)
         for scheduled in batch:
             if scheduled.load is Load.NONE:
                 self.scheduler.on_computed(scheduled)
             else:
-                self._ahead[scheduled] = _Ahead(scheduled.request.generator.get_state())
-        for scheduled, row, likeliest in self._read(forward, sampled):
-            request = scheduled.request
-            if request.group is not None:
-                outputs += self._branch(request, request.group, row.cpu())
-                continue
-            is_greedy = request.params.temperature == 0.0
-            token_id = (
-                likeliest if is_greedy else pick_token(row.cpu(), request.params, request.generator)
-            )
-            if scheduled.load is Load.NONE:
-                outputs.append(self._append(request, token_id))
-            else:
-                self._ahead[scheduled].token_id = token_id
-        self._note_rate(batch, began_at, is_computed=bool(sampled))
+                scheduled.generator_state = scheduled.request.generator.get_state()
+        for scheduled, logits, likeliest in step.read():
+            outputs += self._take(scheduled, logits, likeliest)
+        self._note_rate(batch, began_at, is_computed=bool(step.sampled))
         self._exchange()
         return outputs + self._settle_soon()
 
@@ -202,10 +191,15 @@ class Engine:
         params: SamplingParams,
         cache_salt: str | None,
     ) -> Request:
-        self._check(request_id, prompt_ids, params)
-        config = self.config
+        if request_id in self._requests or request_id in self.scheduler.tables.kept:
+            raise BadRequest(f"request id {request_id!r} is in use")
+        check_request(prompt_ids, params, self.config, self.model.config)
+        if self.scheduler.waiting_count >= self.config.waiting_count_max:
+            raise LimitExceeded(f"waiting_count_max {self.config.waiting_count_max} requests wait")
         chain = HashChain(
-            seed=config.hash_seed, block_tokens=config.block_tokens, cache_salt=cache_salt
+            seed=self.config.hash_seed,
+            block_tokens=self.config.block_tokens,
+            cache_salt=cache_salt,
         )
         chain.extend(prompt_ids)
         request = Request(
@@ -223,73 +217,28 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def _check(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what could never run to its end alone."""
-        if request_id in self._requests or self.scheduler.is_kept(request_id):
-            raise BadRequest(f"request id {request_id!r} is in use")
-        if not prompt_ids:
-            raise BadRequest("the prompt is empty: give at least one token")
-        vocab_size = self.model.config.vocab_size
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            raise BadRequest(f"the prompt has a token id outside 0 .. {vocab_size - 1}")
-        token_count = len(prompt_ids) + params.tokens_max
-        room = min(
-            self.model.config.context_tokens_max,
-            self.config.device_block_count * self.config.block_tokens,
-        )
-        if token_count > room:
-            raise BadRequest(
-                f"prompt and tokens_max are {token_count} tokens, there is {room} room"
-            )
-        self._check_branches(len(prompt_ids), params)
-        if self.scheduler.waiting_count >= self.config.waiting_count_max:
-            raise LimitExceeded(f"waiting_count_max {self.config.waiting_count_max} requests wait")
-
-    def _check_branches(self, prompt_count: int, params: SamplingParams) -> None:
-        """Of several samples the blocks of the prompt are shared, by way of the prefix cache also
-        after a preemption."""
-        width, config = params.branch_count, self.config
-        shared_count = prompt_count // config.block_tokens if config.prefix_caching else 0
-        block_count = -(-(prompt_count + params.tokens_max) // config.block_tokens)
-        needed = shared_count + width * (block_count - shared_count)
-        if width > config.running_count_max:
-            raise BadRequest(
-                f"{width} samples at once are more than running_count_max "
-                f"{config.running_count_max}"
-            )
-        if needed > config.device_block_count:
-            raise BadRequest(
-                f"{width} samples may need {needed} device blocks, "
-                f"there are {config.device_block_count}: ask for fewer, or for fewer tokens"
-            )
-
     def _is_void(self, scheduled: ScheduledTokens) -> bool:
         """Whether the load that it was to be computed beside has failed already."""
-        if scheduled.load is Load.FAILED:
-            self.scheduler.settle(scheduled)
-            return True
-        return False
+        return scheduled.load is Load.FAILED and not self.scheduler.settle(scheduled)
 
     def _settle(self) -> list[TokenOutput]:
         """Give out, or throw away, the tokens computed beside loads that have ended."""
         outputs = []
-        for scheduled, ahead in list(self._ahead.items()):
-            request = scheduled.request
-            if request.state is RequestState.FINISHED:
-                del self._ahead[scheduled]
-            elif scheduled.load is not Load.UNDER_WAY:
-                del self._ahead[scheduled]
-                if not self.scheduler.settle(scheduled):
-                    request.generator.set_state(ahead.generator_state)
-                elif ahead.token_id is not None:
-                    outputs.append(self._append(request, ahead.token_id))
+        for ahead in self.scheduler.ahead:
+            if ahead.load is Load.UNDER_WAY:
+                continue
+            if not self.scheduler.settle(ahead):
+                assert ahead.generator_state is not None, "settled before it was computed"
+                ahead.request.generator.set_state(ahead.generator_state)
+            elif ahead.token_id is not None:
+                outputs.append(self._append(ahead.request, ahead.token_id))
         return outputs
 
     def _settle_soon(self) -> list[TokenOutput]:
         """As `_settle`; where a token is there its load has ended, and word of it is on its way."""
         outputs = self._settle()
         for _ in range(VERDICT_LOOKS):
-            if all(ahead.token_id is None for ahead in self._ahead.values()):
+            if all(ahead.token_id is None for ahead in self.scheduler.ahead):
                 break
             self._pause(VERDICT_SECONDS)
             self._exchange()
@@ -311,44 +260,20 @@ class Engine:
             self._connector.scheduler.note_prefill(self._rate.token_seconds)
             self.scheduler.preemption.note_prefill(self._rate.token_seconds)
 
-    def _compute(self, batch: Sequence[ScheduledTokens]) -> tuple[Forward, list[ScheduledTokens]]:
-        """Launch the model's parts; those whose request's last token is among them, in the order of
-        their logits."""
-        tables, spans, token_ids = [], [], []
-        logit_rows: list[int] = []
-        sampled: list[ScheduledTokens] = []
-        for scheduled in batch:
-            request = scheduled.request
-            first, end = scheduled.first, scheduled.first + scheduled.count
-            tables.append(request.device_blocks)
-            spans.append((first, end))
-            token_ids += request.token_ids[first:end]
-            if end == len(request.token_ids):
-                logit_rows.append(len(token_ids) - 1)
-                sampled.append(scheduled)
-        device = self.device
-        plan = plan_attention(tables, spans, self.config.block_tokens, device.put)
-        rows = torch.tensor(logit_rows, dtype=torch.int64)
-        forward = Forward(
-            self.model, device.attention, plan, *device.put([torch.tensor(token_ids), rows])
-        )
-        device.launch(forward.begin)
-        is_ahead = any(scheduled.load is not Load.NONE for scheduled in batch)
-        for layer in range(self.model.config.layer_count):
-            if is_ahead and self._connector is not None:
-                self._connector.worker.follow_layer(layer)
-            device.launch_layer(partial(forward.run_layer, layer), layer, plan)
-        device.launch(forward.finish)
-        return forward, sampled
-
-    def _read(
-        self, forward: Forward, sampled: Sequence[ScheduledTokens]
-    ) -> Iterator[tuple[ScheduledTokens, torch.Tensor, int]]:
-        """Each with its logits and the likeliest token: all that a step waits for."""
-        if not sampled:
-            return iter(())
-        self.device.wait_computed()
-        return zip(sampled, forward.logits, forward.likeliest.tolist(), strict=True)
+    def _take(
+        self, scheduled: ScheduledTokens, logits: torch.Tensor, likeliest: int
+    ) -> list[TokenOutput]:
+        """Choose what follows a request's last token."""
+        request = scheduled.request
+        if request.group is not None:
+            return self._branch(request, request.group, logits.cpu())
+        token_id = likeliest
+        if not request.params.is_greedy:
+            token_id = pick_token(logits.cpu(), request.params, request.generator)
+        if scheduled.load is Load.NONE:
+            return [self._append(request, token_id)]
+        scheduled.token_id = token_id
+        return []
 
     def _branch(self, request: Request, group: Group, logits: torch.Tensor) -> list[TokenOutput]:
         branching = group.branch(request, logits)
@@ -371,7 +296,9 @@ class Engine:
     def _append(self, request: Request, token_id: int) -> TokenOutput:
         reason = request.append(token_id, self._clock.now())
         result = None if reason is None else self._finish(request, reason)
-        return TokenOutput(request.leader_id, token_id, result, request.index, reason)
+        return TokenOutput(
+            request.leader_id, token_id, result, request.index, reason, request.cached_count
+        )
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestResult | None:
         """The result, where no other branch of the request goes on."""
@@ -394,16 +321,21 @@ class Engine:
             result,
             0,
             best.finish_reason,
+            group.leader.cached_count,
         )
 
     def _exchange(self) -> None:
         if self._connector is not None:
             self.scheduler.on_outcome(self._connector.exchange())
 
+    def _follow_layer(self, layer: int) -> None:
+        if self._connector is not None:
+            self._connector.worker.follow_layer(layer)
+
     def _stream(self, request: Request) -> Iterator[TokenOutput]:
         given = 0
         try:
-            while given < len(request.generated_ids) or unfinished([request]):
+            while given < len(request.generated_ids) or request.result is None:
                 if given == len(request.generated_ids):
                     self._step_or_pause()
                     continue

@@ -8,9 +8,7 @@ knows where one request ends.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -68,13 +66,6 @@ class LlamaModel:
         for tensor in _all_tensors(self.weights):
             hasher.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
         return f"sha256:{hasher.hexdigest()}"
-
-    def to(self, device: torch.device) -> LlamaModel:
-        """The same model with its weights there; itself if they are."""
-        if self.weights.embedding.device == device:
-            return self
-        weights = _map_tensors(self.weights, lambda tensor: tensor.to(device))
-        return LlamaModel(self.name, self.config, weights, self._digest)
 
     def forward(
         self, token_ids: Tensor, kv_cache: Tensor, plan: AttentionPlan, logit_rows: Tensor
@@ -144,34 +135,6 @@ class Forward:
         return functional.linear(attended.flatten(1), layer.attention_out)
 
 
-def random_model(
-    config: ModelConfig, seed: int, *, dtype: torch.dtype = torch.float32
-) -> LlamaModel:
-    """A model of any shape with weights drawn from `seed`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(dtype)
-
-    heads_size = config.head_count * config.head_size
-    qkv_rows = heads_size + 2 * config.kv_head_count * config.head_size
-    ones = torch.ones(config.hidden_size, dtype=dtype)
-    layers = tuple(
-        LayerWeights(
-            attention_norm=ones,
-            qkv=matrix(qkv_rows, config.hidden_size),
-            attention_out=matrix(config.hidden_size, heads_size),
-            ffn_norm=ones,
-            gate_up=matrix(2 * config.ffn_size, config.hidden_size),
-            down=matrix(config.hidden_size, config.ffn_size),
-        )
-        for _ in range(config.layer_count)
-    )
-    embedding = matrix(config.vocab_size, config.hidden_size)
-    weights = ModelWeights(embedding, layers, ones, embedding)
-    return LlamaModel(f"random-{seed}", config, weights)
-
-
 def _norm(hidden: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
     normed: Tensor = functional.rms_norm(hidden, (hidden.shape[-1],), weight, config.norm_epsilon)
     return normed
@@ -192,20 +155,6 @@ def _rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     positions = torch.arange(config.context_tokens_max, dtype=torch.float32)
     angles = torch.outer(positions, config.rope_base**-exponents)
     return angles.cos(), angles.sin()
-
-
-def _map_tensors(weights: ModelWeights, move: Callable[[Tensor], Tensor]) -> ModelWeights:
-    """What is one tensor stays one."""
-    embedding = move(weights.embedding)
-    return ModelWeights(
-        embedding=embedding,
-        layers=tuple(
-            LayerWeights(**{part.name: move(getattr(layer, part.name)) for part in fields(layer)})
-            for layer in weights.layers
-        ),
-        final_norm=move(weights.final_norm),
-        output=embedding if weights.output is weights.embedding else move(weights.output),
-    )
 
 
 def _all_tensors(weights: ModelWeights) -> list[Tensor]:

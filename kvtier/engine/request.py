@@ -48,6 +48,15 @@ TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
 }
 
 
+class Load(Enum):
+    """That tokens are computed beside."""
+
+    NONE = "none"
+    UNDER_WAY = "under way"
+    GOOD = "good"
+    FAILED = "failed"
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 
@@ -131,6 +140,21 @@ class Request:
         return self.token_ids[self.prompt_count :]
 
     @property
+    def cached_count(self) -> int:
+        """Tokens of the prompt that were not computed, for its first start."""
+        return sum(self.prefix_counts or ())
+
+    @property
+    def full_count(self) -> int:
+        """Blocks that are full of computed tokens."""
+        return self.computed_count // self.chain.block_tokens
+
+    @property
+    def reusable_count(self) -> int:
+        """Full blocks before the one with the last token, which is always computed."""
+        return (len(self.token_ids) - 1) // self.chain.block_tokens
+
+    @property
     def pending_count(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.computed_count
@@ -193,3 +217,16 @@ class Request:
             samples=tuple(samples),
         )
         return self.result
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledTokens:
+    """A request's next `count` tokens, from `first` on."""
+
+    request: Request
+    first: int
+    count: int
+    load: Load = Load.NONE
+    # Beside a load, whose verdict they wait for: what was drawn, and the generator before that.
+    token_id: int | None = None
+    generator_state: torch.Tensor | None = None

@@ -10,7 +10,7 @@ from kvtier.engine.config import SamplingParams
 
 def pick_token(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     """One token id out of `logits` [vocab]; the draw depends on the request's generator alone."""
-    if params.temperature == 0.0:
+    if params.is_greedy:
         return int(logits.argmax())
     probabilities = torch.softmax(logits / params.temperature, dim=-1)
     if params.top_p < 1.0:

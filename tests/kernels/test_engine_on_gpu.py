@@ -45,9 +45,9 @@ def test_kernels_of_ours_decode_as_torch_does(head_size: int) -> None:
     from kvtier.engine.attention import TorchAttention
     from kvtier.engine.config import EngineConfig, ModelConfig
     from kvtier.engine.device import open_device
-    from kvtier.engine.gpu_device import GpuDevice
-    from kvtier.engine.kernel_attention import KernelAttention, are_alike
-    from kvtier.engine.model import random_model
+    from kvtier.engine.gpu.gpu_device import GpuDevice
+    from kvtier.engine.gpu.kernel_attention import KernelAttention, are_alike
+    from tests.support.tiny_models import random_model
 
     pytest.importorskip("cupy")
     shape = ModelConfig(

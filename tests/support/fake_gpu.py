@@ -20,7 +20,7 @@ from kvtier.cuda.fake import FakeCudart
 from kvtier.cuda.runtime import Ranges, Stream
 from kvtier.engine.attention import AttentionPlan
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.gpu_device import GpuDevice
+from kvtier.engine.gpu.gpu_device import GpuDevice
 from kvtier.engine.kv_cache import block_bytes, columns_of, copy_blocks
 from kvtier.engine.model import LlamaModel
 

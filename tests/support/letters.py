@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.engine.tokenizer import ChatMessage
+from kvtier.engine.files.tokenizer import ChatMessage
 from tests.support.tiny_models import TINY
 
 
@@ -12,7 +12,7 @@ class Letters:
     end_id = TINY.vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
-        return [min(ord(letter) - 32, 94) for letter in text]
+        return [min(byte - 32, 94) for byte in text.encode()]
 
     def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self.encode("".join(f"{one.role}: {one.content}~" for one in messages))

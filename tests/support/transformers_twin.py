@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,6 +29,20 @@ def to_transformers(model: LlamaModel) -> LlamaForCausalLM:
     twin = LlamaForCausalLM(config).eval().to(model.weights.embedding.dtype)
     twin.load_state_dict(_state_of(model))
     return twin
+
+
+def assert_same_but_near_ties(
+    twin: LlamaForCausalLM, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]
+) -> None:
+    """Where they part, the two tokens' logits must be within rounding of each other."""
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one == other:
+            continue
+        context = torch.tensor([[*prompt, *first[:index]]])
+        with torch.inference_mode():
+            logits = twin(context, logits_to_keep=1).logits[0, -1]
+        assert abs(logits[one] - logits[other]) < 1e-2
+        return  # What follows answers different texts.
 
 
 def _state_of(model: LlamaModel) -> dict[str, torch.Tensor]:

@@ -229,7 +229,7 @@ class VirtualEngine:
         scheduler = self.scheduler
         self._exchange()
         batch = scheduler.schedule()
-        scheduler.take_copies()
+        scheduler.tables.take_copies()
         if not batch:
             return False
         token_count = sum(scheduled.count for scheduled in batch)
@@ -256,17 +256,16 @@ class VirtualEngine:
                 run.latencies.append((self.now - heir.arrived_at) / len(heir.generated_ids))
 
     def _note(self, run: Run, batch_count: int) -> None:
-        tables = self.scheduler.block_tables()
+        active, block_tokens = self.scheduler.active, self.config.block_tokens
+        table_count = sum(len(request.device_blocks) for request in active)
         pool = self.scheduler.pool
-        held_count = pool.block_count - pool.free_count - self.scheduler.kept_block_count
+        held_count = pool.block_count - pool.free_count - self.scheduler.tables.kept_count
         run.step_count += 1
         run.batch_sum += batch_count
         run.held_sum += held_count
-        run.table_sum += sum(len(table) for table, _ in tables)
-        run.slot_sum += self.config.block_tokens * sum(len(table) for table, _ in tables)
-        run.tail_sum += sum(
-            len(table) * self.config.block_tokens - count for table, count in tables
-        )
+        run.table_sum += table_count
+        run.slot_sum += block_tokens * table_count
+        run.tail_sum += block_tokens * table_count - sum(one.computed_count for one in active)
 
     def _exchange(self) -> None:
         if self.tier is not None:

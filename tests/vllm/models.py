@@ -123,7 +123,7 @@ def write_word_tokenizer(folder: Path) -> None:
 
 def write_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct as bfloat16 safetensors. Its tokens are given as ids in tests."""
-    from kvtier.engine.smollm2 import load_smollm2
+    from kvtier.engine.files.smollm2 import load_smollm2
 
     ours, _ = load_smollm2(dtype=torch.float32)
     shape, weights = ours.config, ours.weights

@@ -37,6 +37,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
+from kvtier.io.giving_way import GivingWay
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
 from kvtier.pools.remote.buffers import Buffers, whole_of
@@ -62,7 +63,7 @@ LANDING_BYTES = 16 << 20
 # Smaller values are sooner copied than registered one by one.
 DIRECT_BYTES_MIN = 256 << 10
 # A call asks without a rest whether it is done, which takes a core, however little it carries: so
-# one at a time with much, and what frames add to it.
+# one at a time with much, and what frames add to it; and it gives way to those who do the work.
 CALL_BYTES = 64 << 20
 _DIRECT_BYTES_MAX = CALL_BYTES + (16 << 20)
 # After a call that failed the library may still read or write its memory for a moment (its own
@@ -120,6 +121,7 @@ class MooncakeEngine:
         self._store: Any = store
         self._is_lent = store is not None
         self._connecting = threading.Lock()
+        self._way = GivingWay()
         self._landings = threading.local()
         # Reentrant: a buffer may end, and be unregistered, wherever memory is collected.
         self._registering = threading.RLock()
@@ -301,11 +303,9 @@ class MooncakeEngine:
 
     def _put_group(self, group: Sequence[tuple[RemoteKey, Bytes]]) -> list[RemoteOutcome]:
         values = [value for _, value in group]
-        codes = self._store.batch_put_from(
-            [key for key, _ in group],
-            self._places_of(values),
-            [value.nbytes for value in values],
-        )
+        arguments = ([key for key, _ in group], self._places_of(values))
+        with self._way.given():
+            codes = self._store.batch_put_from(*arguments, [value.nbytes for value in values])
         outcomes = [outcome_of(code) for code in codes]
         self._doubt(values, outcomes)
         return outcomes
@@ -333,9 +333,11 @@ class MooncakeEngine:
             whole = whole_of(value)
             assert whole is not None, "no buffer of Buffers"
             self._register_buffer(whole)
-        counts = self._store.batch_get_into(
-            list(keys), [value.ctypes.data for value in values], [value_bytes_max] * len(keys)
-        )
+        addresses = [value.ctypes.data for value in values]
+        with self._way.given():
+            counts = self._store.batch_get_into(
+                list(keys), addresses, [value_bytes_max] * len(keys)
+            )
         outcomes = [RemoteOutcome.DONE if count > 0 else outcome_of(count) for count in counts]
         self._doubt(values, outcomes)
         replies: list[Reply | RemoteOutcome] = []

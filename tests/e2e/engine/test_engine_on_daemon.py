@@ -60,13 +60,13 @@ def fill(daemon: RunningDaemon) -> None:
         daemon.stop()
         try:
             connected.engine.generate([PROMPT], ONE_TOKEN)
-            assert connected.engine.scheduler.kept_block_count == PROMPT_BLOCKS + 1
+            assert connected.engine.scheduler.tables.kept_count == PROMPT_BLOCKS + 1
         finally:
             daemon.resume()
         assert connected.engine.wait_offloads(15.0)
         stats = connected.scheduler.stats()
         assert stats.committed_blocks == PROMPT_BLOCKS, stats
-        assert connected.engine.scheduler.kept_block_count == 0
+        assert connected.engine.scheduler.tables.kept_count == 0
 
 
 def test_second_engine_gets_the_firsts_kv_and_the_same_tokens(daemon: RunningDaemon) -> None:

@@ -10,11 +10,11 @@ import torch
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.connect import ConnectedEngine
-from kvtier.engine.model import LlamaModel, random_model
+from kvtier.engine.model import LlamaModel
 from kvtier.namespace import NamespaceSpec
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.engines import engine_on, hashes_of, offload_prompts, patient_client
-from tests.support.tiny_models import TINY, prompt_of, tiny_model, tokens_alone
+from tests.support.tiny_models import TINY, prompt_of, random_model, tiny_model, tokens_alone
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,14 @@ import pytest
 
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import Engine
+from tests.support.engines import wait_until
 from tests.support.letters import Letters
 from tests.support.tiny_models import tiny_model, tokens_alone
 
 aiohttp = pytest.importorskip("aiohttp", reason="kvtier[http] is not installed")
 
-from kvtier.engine.http_server import OpenAiServer, serve  # noqa: E402
-from kvtier.engine.service import EngineService  # noqa: E402
+from kvtier.engine.http.http_server import OpenAiServer, serve  # noqa: E402
+from kvtier.engine.http.service import EngineService  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LETTERS = Letters()
@@ -63,7 +64,7 @@ def running(engine: Engine) -> Iterator[Running]:
 
 @pytest.fixture
 def served() -> Iterator[Running]:
-    engine = Engine(tiny_model(), EngineConfig(block_tokens=4, device_block_count=256))
+    engine = Engine(tiny_model(), EngineConfig(block_tokens=4, device_block_count=512))
     with running(engine) as one:
         yield one
 
@@ -117,13 +118,14 @@ def test_stream_gives_the_same_text_piece_by_piece(served: Running) -> None:
 
 def test_two_long_chats_at_once_are_batched(served: Running) -> None:
     sizes: list[int] = []
-    compute = served.engine._compute
+    schedule = served.engine.scheduler.schedule
 
-    def counted(batch: Any) -> Any:
+    def counted() -> Any:
+        batch = schedule()
         sizes.append(len(batch))
-        return compute(batch)
+        return batch
 
-    served.engine._compute = counted  # type: ignore[method-assign]
+    served.engine.scheduler.schedule = counted  # type: ignore[method-assign]
     bodies = [
         {"messages": [{"role": "user", "content": text * 9}], "temperature": 0, "max_tokens": 80}
         for text in ("What of the sea? ", "What of the hills? ")
@@ -146,7 +148,7 @@ def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> 
             if one["index"] == choice["index"]
         ]  # fmt: skip
         assert "".join(pieces) == choice["text"]
-    assert served.engine.scheduler.copied_block_count == 4  # 18 tokens: half a block, twice.
+    assert served.engine.scheduler.tables.copied_count == 4  # 18 tokens: half a block, twice.
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,8 @@ def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> 
         ({"prompt": "x", "tools": [{}]}, {}, 400, "tools is not supported"),
         ({"prompt": ""}, {}, 400, "prompt is empty"),
         ({"prompt": "", "stream": True}, {}, 400, "prompt is empty"),
-        ({"prompt": "x", "max_tokens": 100_000}, {}, 400, "there is 512 room"),
+        ({"prompt": "x", "max_tokens": 10**30}, {}, 400, "there is room for 512"),
+        ({"prompt": "x", "n": 65}, {}, 400, "65 samples at once"),
         ({"prompt": "x"}, {"Origin": "http://elsewhere.example"}, 403, "only programs on this"),
         ({"prompt": "x"}, {"Host": "elsewhere.example:80"}, 403, "only programs on this"),
     ],
@@ -169,23 +172,109 @@ def test_refusal_says_why(
     assert served.engine.unfinished_count == 0
 
 
-def test_client_that_leaves_cancels_its_request(served: Running) -> None:
-    async def leave() -> None:
-        body = {"prompt": "x" * 40, "max_tokens": 400, "stream": True, "temperature": 0}
+BAD_BODIES = {
+    "cut": (b'{"prompt": "x"', {}),
+    "no UTF-8": (b'{"prompt": "\xff"}', {}),
+    "an unknown charset": (b"{}", {"Content-Type": "application/json; charset=nosuch"}),
+    "nested without end": (b"[" * 100_000, {}),
+}
+
+
+@pytest.mark.parametrize(("data", "headers"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
+def test_body_that_is_no_json_is_refused(
+    served: Running, data: bytes, headers: dict[str, str]
+) -> None:
+    async def post() -> tuple[int, Any]:
         async with (
             aiohttp.ClientSession() as session,
-            session.post(f"{served.url}/v1/completions", json=body) as response,
+            session.post(f"{served.url}/v1/completions", data=data, headers=headers) as response,
         ):
-            await response.content.readline()
-            assert served.engine.unfinished_count == 1
+            return response.status, await response.json()
+
+    status, answer = asyncio.run(post())
+    assert (status, answer["error"]["message"]) == (400, "the body is no JSON")
+
+
+def test_calls_without_a_seed_differ_and_a_seed_repeats(served: Running) -> None:
+    body = {"prompt": "Tell me of the sun", "temperature": 1, "max_tokens": 16}
+    answers = ask(served.url, body, body, body | {"seed": 3}, body | {"seed": 3})
+    free, other, seeded, repeated = [answer["choices"] for _, answer in answers]
+    assert free != other
+    assert seeded == repeated
+
+
+def test_stop_ends_the_request_and_leaves_its_account(served: Running) -> None:
+    prompt = "Tell me of the sun"
+    ask(served.url, {"prompt": prompt, **GREEDY})
+    stop = expected(prompt)[3:5]
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 400, "stop": stop}
+    for answer in (
+        ask(served.url, body)[0][1],
+        ask(served.url, body | {"stream": True, "stream_options": {"include_usage": True}})[0][1][
+            -1
+        ],
+    ):
+        assert answer["usage"]["completion_tokens"] <= 5
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert_nothing_runs(served)
+
+
+@pytest.mark.parametrize("extra", [{"stream": True}, {"stream": True, "n": 3}, {}])
+def test_client_that_leaves_cancels_its_request(served: Running, extra: dict[str, Any]) -> None:
+    """In good time: it would take two seconds to end by itself."""
+    cancelled: list[str] = []
+    step, cancel = served.engine.step, served.engine.cancel
+
+    def slow() -> Any:
+        threading.Event().wait(0.005)
+        return step()
+
+    def watched(request_id: str) -> None:
+        cancelled.append(request_id)
+        cancel(request_id)
+
+    served.engine.step, served.engine.cancel = slow, watched  # type: ignore[method-assign]
+
+    async def leave() -> None:
+        body = {"prompt": "x" * 40, "max_tokens": 400, "temperature": 0} | extra
+        async with aiohttp.ClientSession() as session:
+            call = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=body))
+            scheduler = served.engine.scheduler
+            await asyncio.to_thread(wait_until, lambda: scheduler.computed_token_count > 0, 8.0)
+            if extra:
+                await (await call).content.readline()
+            assert served.engine.unfinished_count == body.get("n", 1)
+            call.cancel()
 
     asyncio.run(leave())
-    for _ in range(400):
-        if served.engine.unfinished_count == 0:
-            break
-        threading.Event().wait(0.02)
+    assert_nothing_runs(served)
+    assert len(cancelled) == 1
+
+
+def assert_nothing_runs(served: Running) -> None:
+    """Soon; and all device blocks are free."""
+    assert wait_until(lambda: served.engine.unfinished_count == 0, 8.0)
     pool = served.engine.scheduler.pool
     assert pool.free_count == pool.block_count, "a request runs on for nobody"
+
+
+def test_engine_that_ends_in_a_stream_is_told_in_the_stream(
+    served: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = served.engine.step
+
+    def breaking() -> Any:
+        assert served.engine.scheduler.computed_token_count < 30, "planted"
+        return step()
+
+    served.engine.step = breaking  # type: ignore[method-assign]
+    body = {"prompt": "Tell me of the sun", "stream": True, "max_tokens": 100, "temperature": 0}
+    [(_, events)] = ask(served.url, body)
+    assert "planted" in events[-1]["error"]["message"]
+    assert len(events) > 5
+    [(status, answer)] = ask(served.url, body)
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert "the engine has ended" in caplog.text
 
 
 def test_openais_client_streams_a_chat(served: Running) -> None:

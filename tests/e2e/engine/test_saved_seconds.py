@@ -9,7 +9,7 @@ import pytest
 from kvtier.client import Client
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connect import connected_engine
-from kvtier.engine.smollm2 import load_smollm2
+from kvtier.engine.files.smollm2 import load_smollm2
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.engines import PATIENT, PATIENT_CLIENT
 from tests.support.forms import is_torture, rounds, state_finding

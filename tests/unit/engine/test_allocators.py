@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvtier.engine.allocators import (
+from kvtier.engine.compared.allocators import (
     ContiguousAllocator,
     KvAllocator,
     Need,

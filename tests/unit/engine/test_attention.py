@@ -10,9 +10,9 @@ import torch
 from kvtier.engine.attention import (
     paged_attention,
     plan_attention,
-    reference_attention,
     write_kv,
 )
+from tests.support.blockwise_attention import reference_attention
 
 BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 4, 6, 2, 8
 

@@ -47,7 +47,7 @@ def test_each_sample_is_that_of_its_seed_alone_and_all_but_one_copy_the_tail(
     result = run(engine, prompt, SAMPLES)
     drawn = [sample.token_ids for sample in result.samples]
     assert drawn == [alone(prompt, 3 + index) for index in range(4)]
-    assert engine.scheduler.copied_block_count == copied
+    assert engine.scheduler.tables.copied_count == copied
 
 
 def test_eight_samples_of_a_long_prompt_hold_hardly_more_blocks_than_one() -> None:
@@ -149,7 +149,7 @@ def test_beam_search_holds_and_copies_what_a_perfect_sharer_would() -> None:
     engine.generate([prompt], SamplingParams(tokens_max=12, beam_width=4))
     for _ in range(11):  # The last choice is not computed on.
         model.advance()
-    assert engine.scheduler.copied_block_count == model.copied_count > 0
+    assert engine.scheduler.tables.copied_count == model.copied_count > 0
     search(prompt, width=4, steps=12, block_tokens=4)
 
 

@@ -182,7 +182,7 @@ def test_request_cancelled_in_mid_onboard_keeps_its_blocks_till_the_copy_ends(
     engine.cancel("cancelled")
     # What followed the prefix was computed beside its load.
     kept_count = 6 if engine.config.layerwise_loading else 5
-    assert engine.scheduler.kept_block_count == kept_count
+    assert engine.scheduler.tables.kept_count == kept_count
     assert engine.scheduler.pool.free_count == 64 - kept_count
     assert_drained(engine, filled)
     assert engine.scheduler.pool.cached_count == 0

@@ -9,8 +9,7 @@ import torch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.copier import HostBlockCopier
 from kvtier.engine.kv_cache import block_bytes, make_kv_cache, namespace_spec
-from kvtier.engine.model import random_model
-from tests.support.tiny_models import TINY, tiny_model
+from tests.support.tiny_models import TINY, random_model, tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,13 +18,12 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.connect import connected_engine
 from kvtier.engine.device import HostDevice, open_device
 from kvtier.engine.engine import Engine
-from kvtier.engine.gpu_device import GpuDevice, kv_layout
+from kvtier.engine.gpu.gpu_device import GpuDevice, kv_layout, model_on
 from kvtier.engine.kv_cache import block_bytes, make_kv_cache
-from kvtier.engine.model import random_model
 from tests.support.clock import ManualClock
 from tests.support.fake_client import FakeClient
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import TINY, tiny_model
+from tests.support.tiny_models import TINY, random_model, tiny_model
 from tests.support.twin_kernels import copy_runs_twin
 
 CONFIG = EngineConfig(block_tokens=4, device_block_count=8)
@@ -56,8 +55,8 @@ def test_integers_arrive_as_they_were() -> None:
 
 def test_weights_that_move_keep_their_name_and_what_is_tied() -> None:
     model = random_model(TINY, 7)
-    assert model.to(torch.device("cpu")) is model
-    moved = model.to(torch.device("meta"))
+    assert model_on(model, torch.device("cpu")) is model
+    moved = model_on(model, torch.device("meta"))
     assert moved.weights.layers[1].down.device.type == "meta"
     assert moved.cosines.device.type == "meta"
     assert moved.weights.output is moved.weights.embedding

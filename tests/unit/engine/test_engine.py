@@ -202,7 +202,7 @@ def test_times_come_from_the_clock(manual_clock: object) -> None:
         ([], 1, "prompt is empty"),
         ([TINY.vocab_size], 1, "outside 0 .. 96"),
         ([-1], 1, "outside 0 .. 96"),
-        ([1] * 250, 7, "257 tokens, there is 256 room"),
+        ([1] * 250, 7, "257 tokens: there is room for 256"),
     ],
 )
 def test_request_that_could_never_run_is_refused(

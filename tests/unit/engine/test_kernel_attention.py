@@ -15,10 +15,10 @@ from kvtier.cuda.fake import FakeCudart
 from kvtier.cuda.runtime import LEGACY_STREAM, Ranges, Stream
 from kvtier.engine.attention import TorchAttention, plan_attention
 from kvtier.engine.config import EngineConfig, ModelConfig
-from kvtier.engine.gpu_device import GpuDevice
-from kvtier.engine.kernel_attention import KernelAttention, are_alike, engine_geometry
-from kvtier.engine.model import LlamaModel, random_model
-from tests.support.tiny_models import TINY
+from kvtier.engine.gpu.gpu_device import GpuDevice
+from kvtier.engine.gpu.kernel_attention import KernelAttention, are_alike, engine_geometry
+from kvtier.engine.model import LlamaModel
+from tests.support.tiny_models import TINY, random_model
 
 SHAPE = ModelConfig(
     layer_count=3,

@@ -11,8 +11,8 @@ from kvtier.connector.jobs import JobResult
 from kvtier.cuda.fake_timeline import Engine as Resource
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.engine import TokenOutput
-from kvtier.engine.request import RequestResult
-from kvtier.engine.scheduler import Load, Scheduler
+from kvtier.engine.onboards import Onboards
+from kvtier.engine.request import Load, RequestResult
 from tests.support.gpu_bench import GpuBench, WatchedClient
 from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 
@@ -173,10 +173,8 @@ def test_an_engine_that_takes_late_loads_gives_wrong_tokens(
     filled: WatchedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test before must be able to tell."""
-    end_load = Scheduler._end_load
-    monkeypatch.setattr(
-        Scheduler, "_end_load", lambda self, name, load: end_load(self, name, Load.GOOD)
-    )
+    end = Onboards.end
+    monkeypatch.setattr(Onboards, "end", lambda self, name, load: end(self, name, Load.GOOD))
     _, result = run_late(filled)
     assert result.token_ids != alone(PROMPT)
 
@@ -253,7 +251,7 @@ def test_a_request_cancelled_before_the_verdict_keeps_its_blocks_till_then(
     bench.engine.add_request("r", PROMPT, PARAMS)
     assert steps_until_load(bench) == []
     bench.engine.cancel("r")
-    assert bench.engine.scheduler.kept_block_count == 7
+    assert bench.engine.scheduler.tables.kept_count == 7
     assert bench.engine.step() == []
     go_on()
     assert bench.engine.step() == []

@@ -65,7 +65,7 @@ def bench(connector: type[SchedulerConnector] = SchedulerConnector) -> Bench:
 def test_blocks_kept_for_planning_are_taken_back_before_anybody_waits() -> None:
     rig = bench()
     rig.engine.generate([SHORT], ONE_TOKEN)
-    assert rig.engine.scheduler.kept_block_count == 8
+    assert rig.engine.scheduler.tables.kept_count == 8
     before = rig.clock.now()
     result = rig.engine.generate([LONG], ONE_TOKEN)[0]
     assert result.token_ids == tokens_alone(LONG, ONE_TOKEN)

@@ -8,8 +8,8 @@ import torch
 from kvtier.engine.attention import plan_attention
 from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.kv_cache import make_kv_cache
-from kvtier.engine.model import LlamaModel, random_model
-from tests.support.tiny_models import TINY
+from kvtier.engine.model import LlamaModel
+from tests.support.tiny_models import TINY, random_model
 from tests.support.transformers_twin import to_transformers
 
 SHAPES = {

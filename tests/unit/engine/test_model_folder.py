@@ -10,8 +10,8 @@ import torch
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.engine import Engine
-from kvtier.engine.model_folder import open_model
-from kvtier.engine.tokenizer import ChatMessage
+from kvtier.engine.files.model_folder import FolderStreamDecoder, open_model
+from kvtier.engine.files.tokenizer import ChatMessage
 from kvtier.errors import BadRequest
 from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 from tests.support.transformers_twin import to_transformers
@@ -47,6 +47,41 @@ def test_folder_is_the_model_that_was_saved(folder: Path) -> None:
     ids = text_model.encode("a b!")
     assert "".join(map(decoder.feed, ids)) + decoder.finish() == "a b!"
     assert text_model.end_id == 96
+
+
+def test_character_in_several_tokens_comes_whole_and_streams_stay_short() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    judge = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    judge.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    judge.decoder = decoders.ByteLevel()
+    counted: list[int] = []
+
+    class Counting:
+        def decode(self, ids: list[int]) -> str:
+            counted.append(len(ids))
+            text: str = judge.decode(ids)
+            return text
+
+    text = "né 🙂日 " * 20
+    decoder = FolderStreamDecoder(Counting())
+    pieces = [decoder.feed(one) for one in judge.encode(text).ids]
+    assert "".join(pieces) == text
+    assert set(pieces) == {"", *text}
+    assert max(counted) <= 8
+    assert decoder.feed(judge.encode("🙂").ids[0]) == ""
+    assert decoder.finish() == "\ufffd"
+
+
+def test_template_that_refuses_a_chat_is_the_clients_mistake(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    refusal = "{{ raise_exception('roles must alternate') }}"
+    path.write_text(json.dumps(config | {"chat_template": refusal}))
+    _, text_model = open_model(folder)
+    with pytest.raises(BadRequest, match="refuses this chat: roles must alternate"):
+        text_model.chat([ChatMessage("user", "hi")])
 
 
 def test_chat_is_rendered_by_the_models_template(folder: Path) -> None:

@@ -15,9 +15,10 @@ import torch
 
 from kvtier.cuda.fake_timeline import Engine as Resource
 from kvtier.engine.config import EngineConfig, ModelConfig, SamplingParams
-from kvtier.engine.model import LlamaModel, random_model
+from kvtier.engine.model import LlamaModel
 from tests.support.fake_gpu import ComputeCosts, FakeGpu
 from tests.support.gpu_bench import GpuBench
+from tests.support.tiny_models import random_model
 
 SHAPE = ModelConfig(
     layer_count=32,

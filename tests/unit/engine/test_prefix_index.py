@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.engine.compared.radix_tree import RadixTree
 from kvtier.engine.config import IndexKind, SamplingParams
 from kvtier.engine.hashing import HashChain
-from kvtier.engine.prefix_index import ChainedHashes, Prefix, RadixTree
+from kvtier.engine.prefix_index import ChainedHashes, Prefix
 from tests.support.tiny_models import prompt_of, tiny_engine
 
 BLOCK_TOKENS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.engine.tokenizer import ChatMessage, Tokenizer, _byte_characters, render_chat
+from kvtier.engine.files.tokenizer import ChatMessage, Tokenizer, _byte_characters, render_chat
 
 BYTES = list(_byte_characters().values())
 MERGES = ["l o", "lo w", "Ġ low", "e r", "Ġ Ġ"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.pools.remote.buffers import Buffers
+from kvtier.memory import HUGE_BYTES
+from kvtier.pools.remote.buffers import Buffers, whole_of
 
 
 def test_a_buffer_that_was_given_back_is_used_again() -> None:
@@ -43,3 +46,29 @@ def test_what_was_not_taken_here_is_not_kept() -> None:
     ):
         buffers.give_back(foreign)
     assert buffers.kept_bytes == 0
+
+
+def test_a_large_buffer_lies_on_huge_pages_and_is_used_again() -> None:
+    buffers = Buffers()
+    one = buffers.take((4 << 20) + 128)
+    whole = whole_of(one)
+    assert whole is not None
+    assert whole.ctypes.data % HUGE_BYTES == 0
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags_at(whole.ctypes.data)
+    buffers.give_back(one)
+    assert buffers.kept_bytes == whole.nbytes
+    assert whole_of(buffers.take((4 << 20) + 200)) is whole
+
+
+def flags_at(address: int) -> list[str]:
+    """What the kernel was told of the mapping there."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, last = (int(one, 16) for one in words[0].split("-"))
+            is_there = first <= address < last
+        elif is_there and words[0] == "VmFlags:":
+            return words[1:]
+    raise AssertionError("nothing is mapped there")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from kvtier.io.giving_way import NICE_STEPS, GivingWay
 from kvtier.memory import Bytes
 from kvtier.pools.remote.buffers import Buffers, whole_of
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome
@@ -31,6 +34,7 @@ class FakeStore:
         self.registered: dict[int, int] = {}
         self.kept: dict[str, bytes] = {}
         self.addresses: list[int] = []
+        self.priorities: list[int] = []  # Of the threads that called.
         self.code = 0
 
     def register_buffer(self, address: int, length: int) -> int:
@@ -62,6 +66,7 @@ class FakeStore:
 
     def _touch(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
         self.addresses = list(addresses)
+        self.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         for address, size in zip(addresses, sizes, strict=True):
             assert any(
                 first <= address and address + size <= first + length
@@ -141,6 +146,15 @@ def test_a_buffer_that_nobody_has_any_more_is_unregistered_before_its_memory_goe
     assert rig.store.registered
     del value
     eventually(lambda: not rig.store.registered, "it is unregistered")  # The thread has to let go.
+
+
+@pytest.mark.skipif(not GivingWay().is_possible, reason="this process may not raise a priority")
+def test_a_call_that_asks_without_a_rest_gives_way() -> None:
+    rig = Rig()
+    rig.put(rig.value())
+    rig.get()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert rig.store.priorities == [min(before + NICE_STEPS, 19)] * 2
 
 
 def test_memory_of_a_call_that_failed_stays_registered_for_a_while() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +19,9 @@ from kvtier.cuda.kernel_copies import find_run_kernels
 from kvtier.cuda.runtime import CudaRuntime, Stream
 from kvtier.engine.attention import AttentionPlan
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.kernel_attention import find_attention
+from kvtier.engine.gpu.kernel_attention import find_attention
 from kvtier.engine.kv_cache import columns_of, copy_blocks, make_kv_cache
-from kvtier.engine.model import LlamaModel
+from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
 
 if TYPE_CHECKING:
     from kvtier.connector import ConnectorSettings
@@ -47,7 +48,7 @@ class GpuDevice:
         self._layer_count = model.config.layer_count if config.layerwise_loading else 0
         self._make_compiler = make_compiler
         runtime.use_device(self._index)
-        self.model = model.to(place)
+        self.model = model_on(model, place)
         self.kv_cache = self._make_kv_cache(config)
         self.attention = find_attention(self, make_compiler)
 
@@ -122,3 +123,24 @@ def kv_layout(kv_cache: Tensor, address: int) -> DeviceLayout:
     size = kv_cache.element_size()
     strides = tuple(stride * size for stride in kv_cache.stride())
     return layout_of([DeviceTensor(address, tuple(kv_cache.shape), strides, size)])
+
+
+def model_on(model: LlamaModel, place: torch.device) -> LlamaModel:
+    """The same model with its weights there; itself if they are."""
+    weights = model.weights
+    if weights.embedding.device == place:
+        return model
+    embedding = weights.embedding.to(place)
+    moved = ModelWeights(
+        embedding=embedding,
+        layers=tuple(
+            LayerWeights(
+                **{part.name: getattr(layer, part.name).to(place) for part in fields(layer)}
+            )
+            for layer in weights.layers
+        ),
+        final_norm=weights.final_norm.to(place),
+        # What is one tensor stays one.
+        output=embedding if weights.output is weights.embedding else weights.output.to(place),
+    )
+    return LlamaModel(model.name, model.config, moved, model.weights_digest)

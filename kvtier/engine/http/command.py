@@ -14,8 +14,8 @@ from kvtier.errors import BadRequest, ConfigError
 
 if TYPE_CHECKING:
     from kvtier.engine.engine import Engine
+    from kvtier.engine.http.openai_api import TextModel
     from kvtier.engine.model import LlamaModel
-    from kvtier.engine.openai_api import TextModel
 
 PORT_DEFAULT = 8770
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    from kvtier.engine.model_folder import open_model
+    from kvtier.engine.files.model_folder import open_model
 
     model, text_model = open_model(arguments.model)
     with ExitStack() as held:
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(engine: Engine, model: LlamaModel, text_model: TextModel, port: int) -> None:
-    from kvtier.engine.http_server import HOST, OpenAiServer, serve
-    from kvtier.engine.service import EngineService
+    from kvtier.engine.http.http_server import HOST, OpenAiServer, serve
+    from kvtier.engine.http.service import EngineService
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for one in (signal.SIGINT, signal.SIGTERM):

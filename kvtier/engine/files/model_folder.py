@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kvtier.engine.config import ModelConfig
-from kvtier.engine.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.gguf_file import BadModelFile, GgufFile
+from kvtier.engine.files.smollm2 import load_model, load_smollm2, load_tokenizer
+from kvtier.engine.files.tokenizer import ChatMessage
 from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
-from kvtier.engine.smollm2 import load_model, load_smollm2, load_tokenizer
-from kvtier.engine.tokenizer import ChatMessage
 from kvtier.errors import BadRequest
 
 if TYPE_CHECKING:
-    from kvtier.engine.openai_api import TextModel
+    from kvtier.engine.http.openai_api import TextModel
 
 
 def open_model(path: Path | None) -> tuple[LlamaModel, TextModel]:
@@ -144,16 +144,24 @@ class FolderTokenizer:
         template = self._config.get("chat_template")
         if not isinstance(template, str):
             raise BadRequest("this model has no chat template: use /v1/completions")
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        def refuse(reason: str) -> None:
+            raise TemplateError(reason)
+
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse  # Of Hugging Face's templates.
         turns = [{"role": one.role, "content": one.content} for one in messages]
-        text = environment.from_string(template).render(
-            messages=turns,
-            add_generation_prompt=True,
-            eos_token=self._tokenizer.id_to_token(self.end_id),
-            bos_token=self._config.get("bos_token") or "",
-        )
+        try:
+            text = environment.from_string(template).render(
+                messages=turns,
+                add_generation_prompt=True,
+                eos_token=self._tokenizer.id_to_token(self.end_id),
+                bos_token=self._config.get("bos_token") or "",
+            )
+        except TemplateError as error:
+            raise BadRequest(f"the model's chat template refuses this chat: {error}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -162,22 +170,26 @@ class FolderTokenizer:
 
 
 class FolderStreamDecoder:
-    """Decodes anew from the last whole text on; a character in several tokens comes with its
-    last."""
+    """A character in several tokens comes with its last. What was given out last is decoded anew
+    with what follows: at the beginning of a text a tokenizer may leave out a space."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._given = ""
+        self._given_count = 0  # Of `_ids`.
 
     def feed(self, token_id: int) -> str:
         self._ids.append(token_id)
-        text: str = self._tokenizer.decode(self._ids)
-        return "" if text.endswith("\ufffd") else self._give(text)
+        piece = self._fresh()
+        if piece.endswith("\ufffd"):
+            return ""
+        del self._ids[: self._given_count]
+        self._given_count = len(self._ids)
+        return piece
 
     def finish(self) -> str:
-        return self._give(self._tokenizer.decode(self._ids))
+        return self._fresh()
 
-    def _give(self, text: str) -> str:
-        piece, self._given = text[len(self._given) :], text
-        return piece
+    def _fresh(self) -> str:
+        text: str = self._tokenizer.decode(self._ids)
+        return text[len(self._tokenizer.decode(self._ids[: self._given_count])) :]

@@ -12,7 +12,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from heapq import heappop, heappush
+from itertools import groupby
 
 DEFAULT_SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 PIECE_CACHE_COUNT = 1 << 16  # Distinct pieces of text remembered; a few MiB.
@@ -89,17 +90,33 @@ class Tokenizer:
         return StreamDecoder(self._bytes)
 
     def _merge_piece(self, piece: str) -> tuple[int, ...]:
+        """The pair merged earliest in training first, of equals the leftmost: by a heap, because a
+        text without spaces is one piece, and may be long."""
         parts = [_BYTE_TO_CHAR[byte] for byte in piece.encode("utf-8")]
-        while len(parts) > 1:
-            pairs = set(pairwise(parts))
-            best = min(pairs, key=self._rank)
-            if best not in self._ranks:
-                break
-            parts = _join_pair(parts, best)
-        return tuple([self._ids[part] for part in parts])
+        # Neighbours; a part that was joined to the one before it is empty.
+        after, before = list(range(1, len(parts) + 1)), list(range(-1, len(parts)))
+        heap: list[tuple[int, int]] = []
 
-    def _rank(self, pair: tuple[str, str]) -> int:
-        return self._ranks.get(pair, len(self._ranks))
+        def note(left: int) -> None:
+            if left >= 0 and after[left] < len(parts):
+                rank = self._ranks.get((parts[left], parts[after[left]]))
+                if rank is not None:
+                    heappush(heap, (rank, left))
+
+        for left in range(len(parts) - 1):
+            note(left)
+        while heap:
+            rank, left = heappop(heap)
+            right = after[left]
+            if right == len(parts) or self._ranks.get((parts[left], parts[right])) != rank:
+                continue  # One of the two has been joined to another since.
+            parts[left] += parts[right]
+            parts[right] = ""
+            after[left] = after[right]
+            before[after[right]] = left
+            note(before[left])
+            note(left)
+        return tuple([self._ids[part] for part in parts if part])
 
 
 class StreamDecoder:
@@ -140,19 +157,6 @@ def _split_numbers(text: str) -> list[str]:
 @lru_cache(maxsize=4096)
 def _is_number(character: str) -> bool:
     return unicodedata.category(character)[0] == "N"
-
-
-def _join_pair(parts: list[str], pair: tuple[str, str]) -> list[str]:
-    joined: list[str] = []
-    index = 0
-    while index < len(parts):
-        if index + 1 < len(parts) and (parts[index], parts[index + 1]) == pair:
-            joined.append(parts[index] + parts[index + 1])
-            index += 2
-        else:
-            joined.append(parts[index])
-            index += 1
-    return joined
 
 
 def _byte_characters() -> dict[int, str]:

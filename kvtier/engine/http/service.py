@@ -7,7 +7,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from kvtier.engine.config import SamplingParams
 from kvtier.engine.engine import IDLE_SECONDS, Engine, TokenOutput
@@ -27,8 +27,12 @@ class EngineService:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._orders: queue.Queue[Callable[[], None]] = queue.Queue(ORDERS_MAX)
-        self._listeners: dict[str, Callable[[Outcome], None]] = {}  # The thread's.
+        # `submit` refuses to add more, but always cancels what it has added.
+        self._orders: queue.SimpleQueue[Callable[[], None]] = (
+            queue.SimpleQueue()  # bounded: twice ORDERS_MAX.
+        )
+        self._listeners: dict[str, Callable[[Outcome], None]] = {}
+        self._lock = threading.Lock()  # Who begins to listen is heard, or told that it is over.
         self._ids = itertools.count()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -43,7 +47,7 @@ class EngineService:
 
     async def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator[TokenOutput]:
+    ) -> AsyncGenerator[TokenOutput]:
         """The tokens of all samples as they come; leaving early cancels the request. Raises
         BadRequest, LimitExceeded, Unavailable."""
         loop = asyncio.get_running_loop()
@@ -54,13 +58,18 @@ class EngineService:
             loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
 
         def add() -> None:
-            self._listeners[request_id] = listen
             try:
                 self._engine.add_request(request_id, prompt_ids, params)
             except KVTierError as error:
                 self._tell(request_id, error)
 
-        self._order(add)
+        if self._orders.qsize() >= ORDERS_MAX:
+            raise LimitExceeded("too many requests at once: try again later")
+        with self._lock:
+            if self._is_closing:
+                raise Unavailable("the engine is shutting down")
+            self._listeners[request_id] = listen
+        self._orders.put(add)
         is_over = False
         try:
             while not is_over:
@@ -72,15 +81,7 @@ class EngineService:
                 yield outcome
         finally:
             if not is_over:
-                self._order(lambda: self._cancel(request_id))
-
-    def _order(self, order: Callable[[], None]) -> None:
-        if self._is_closing:
-            raise Unavailable("the engine is shutting down")
-        try:
-            self._orders.put_nowait(order)
-        except queue.Full:
-            raise LimitExceeded("too many requests at once: try again later") from None
+                self._orders.put(lambda: self._cancel(request_id))
 
     def _run(self) -> None:
         error = Unavailable("the engine is shutting down")
@@ -91,9 +92,10 @@ class EngineService:
         except Exception as bug:  # Whoever waits must hear of it.
             log.exception("the engine has ended")
             error = Unavailable(f"the engine has ended: {bug}")
+        with self._lock:
             self._is_closing = True
-        for request_id in list(self._listeners):
-            self._tell(request_id, error)
+            for request_id in list(self._listeners):
+                self._tell(request_id, error)
 
     def _take_orders(self) -> None:
         """All there are; waits for one where there is nothing else to do."""

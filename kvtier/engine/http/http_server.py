@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
 
-from kvtier.engine.openai_api import Answers, Body, Call, TextModel, parse_call
-from kvtier.engine.service import EngineService
+from kvtier.engine.http.openai_api import Answers, Body, Call, TextModel, parse_call
+from kvtier.engine.http.service import EngineService
 from kvtier.errors import BadRequest, KVTierError, LimitExceeded
 
 HOST = "127.0.0.1"
@@ -39,8 +42,8 @@ class OpenAiServer:
         )
         application.add_routes(
             [
-                web.post("/v1/completions", lambda request: self._answer("completion", request)),
-                web.post("/v1/chat/completions", lambda request: self._answer("chat", request)),
+                web.post("/v1/completions", partial(self._answer, "completion")),
+                web.post("/v1/chat/completions", partial(self._answer, "chat")),
                 web.get("/v1/models", self._models),
                 web.get("/healthz", self._health),
             ]
@@ -50,25 +53,23 @@ class OpenAiServer:
     async def _answer(self, kind: str, request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json()
-        except ValueError:
+        except (ValueError, LookupError, RecursionError):  # LookupError: an unknown charset.
             raise BadRequest("the body is no JSON") from None
-        call = parse_call(kind, body, self._text_model)
+        # On another thread: a long prompt takes a while to be cut into tokens.
+        call = await asyncio.to_thread(
+            parse_call, kind, body, self._text_model, seed=secrets.randbits(63)
+        )
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         name = f"{prefix}-{uuid.uuid4().hex}"
         answers = Answers.of(call, self._text_model, name, self._model, int(time.time()))
         if call.is_streaming:
             return await self._stream(request, call, answers)
-        result = None
-        outputs = self._service.submit(call.prompt_ids, call.params)
-        try:
+        async with aclosing(self._service.submit(call.prompt_ids, call.params)) as outputs:
             async for output in outputs:
                 answers.feed(output)
-                result = output.result or result
-                if answers.is_over and result is None and call.stops:
+                if answers.is_over:  # A stop's text may be, while the engine goes on.
                     break
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
-        return web.json_response(answers.answer(result))
+        return web.json_response(answers.answer())
 
     async def _stream(
         self, request: web.Request, call: Call, answers: Answers
@@ -76,23 +77,21 @@ class OpenAiServer:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        outputs = self._service.submit(call.prompt_ids, call.params)
-        result = None
-        try:
+        async with aclosing(self._service.submit(call.prompt_ids, call.params)) as outputs:
             # An error before the first token is an answer with a status of its own.
             output = await anext(outputs)
             await response.prepare(request)
             await _send(response, answers.first())
-            while True:  # Ends with the last output.
-                await _send(response, answers.feed(output))
-                result = output.result or result
-                if result is not None or (answers.is_over and call.stops):
-                    break
-                output = await anext(outputs)
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
-        if call.with_usage:
-            await _send(response, answers.last(result))
+            try:
+                while True:  # Ends with the last output.
+                    await _send(response, answers.feed(output))
+                    if answers.is_over:
+                        break
+                    output = await anext(outputs)
+            except KVTierError as error:  # The status is out: the stream has to tell.
+                await _send(response, _error_body(503, str(error)))
+        if call.with_usage and answers.is_over:
+            await _send(response, answers.last())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -109,10 +108,12 @@ async def serve(
     server: OpenAiServer, port: int, started: Callable[[int], object], stop: asyncio.Event
 ) -> None:
     """Until `stop`; `started` is told the port. Raises OSError where it is taken."""
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+    )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, HOST, port, shutdown_timeout=1.0)
+        site = web.TCPSite(runner, HOST, port)
         await site.start()
         started(runner.addresses[0][1])
         await stop.wait()
@@ -150,6 +151,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _error(status: int, text: str) -> web.Response:
+    return web.json_response(_error_body(status, text), status=status)
+
+
+def _error_body(status: int, text: str) -> Body:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
-    return web.json_response(body, status=status)
+    return {"error": {"message": text, "type": kind, "param": None, "code": None}}

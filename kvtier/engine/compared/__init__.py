@@ -1,0 +1,1 @@
+"""What the engine does not use, to compare with."""

@@ -1,0 +1,1 @@
+"""Models as files have them: weights, shapes and tokenizers."""

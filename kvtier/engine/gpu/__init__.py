@@ -1,0 +1,1 @@
+"""The engine on a GPU: its device, and attention by kvtier's kernels."""

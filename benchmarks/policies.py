@@ -21,6 +21,7 @@ from kvtier.server.policies import OURS
 from kvtier.sim.belady import replay_belady
 from kvtier.sim.replay import replay_policy
 from kvtier.sim.traces import Trace, between, mixed, read_sessions, read_trace
+from kvtier.sim.two_tiers import Rule, replay_two_tiers
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "traces"
@@ -39,9 +40,9 @@ def _chat() -> Trace:
     return read_trace(FOLDER / "mooncake_conversation.kvt.jsonl.gz")
 
 
-def _sessions(block_tokens: int, hours: int) -> Trace:
+def _sessions(block_tokens: int, hours: int, every: int = 1) -> Trace:
     path = FOLDER / "claude_code_sessions.kvt.jsonl.gz"
-    return read_sessions(path, block_tokens, hours * HOUR, seed=SEED)
+    return read_sessions(path, block_tokens, hours * HOUR, seed=SEED, every=every)
 
 
 TRACES: dict[str, Callable[[], Trace]] = {
@@ -50,12 +51,13 @@ TRACES: dict[str, Callable[[], Trace]] = {
     # An hour of the sessions laid on half a day, as many at a time as of all that were published
     # on a whole one.
     "mix": lambda: mixed("mix", [_chat(), between(_sessions(512, 12), 6 * HOUR, 7 * HOUR)]),
-    "coding": lambda: _sessions(256, 24),
+    # All of them would take a day; a cache that is as small beside a sixth sees the same pressure.
+    "coding": lambda: _sessions(256, 24, every=6),
 }
 TITLES = {
     "chat": "Chat: Mooncake's conversation trace, an hour",
     "synthetic": "Synthetic: Mooncake's, of public data sets",
-    "coding": "Coding: 355 of 710 published sessions of a coding agent, drawn starts over 24 h",
+    "coding": "Coding: a sample of 59 of 710 published sessions of a coding agent, drawn starts over 24 h",
     "mix": "Mix: two tenants, the hour of chat and an hour of the coding sessions",
 }
 
@@ -90,11 +92,68 @@ def _replayed(trace: Trace, policy: str, capacity: int) -> float:
     return replay_policy(trace, OURS[policy], capacity).hit_ratio
 
 
+# (memory, below), in percent of the different blocks; and the rules that are tried.
+TIERS = {"chat": [(2.0, 10.0), (2.0, 25.0)], "synthetic": [(5.0, 25.0)], "mix": [(1.0, 5.0)]}
+RULES: dict[str, tuple[str, Rule, float]] = {
+    "`lru`, exclusive": ("lru", Rule.EXCLUSIVE, 0.0),
+    "`lru`, keep copy": ("lru", Rule.KEEP_COPY, 0.0),
+    "`curves`, exclusive": ("curves", Rule.EXCLUSIVE, 0.0),
+    "`curves`, keep copy": ("curves", Rule.KEEP_COPY, 0.0),
+    "`curves`, keep copy, P(reuse) > 0.2": ("curves", Rule.FORECAST, 0.2),
+    "`curves`, keep copy, P(reuse) > 0.5": ("curves", Rule.FORECAST, 0.5),
+}
+
+
+def measure_tiers(results: Result, traces: list[str]) -> None:
+    found = results.setdefault("two_tiers", {})
+    for name, sizes in TIERS.items():
+        if name not in traces:
+            continue
+        wanted = [
+            (pair, label)
+            for pair in sizes
+            for label in RULES
+            if label not in found.get(_tiers_title(name, pair), {})
+        ]
+        trace = TRACES[name]() if wanted else None
+        for pair, label in wanted:
+            assert trace is not None
+            policy, rule, least = RULES[label]
+            upper, lower = (int(trace.unique_count * percent / 100) for percent in pair)
+            one = replay_two_tiers(trace, OURS[policy], (upper, lower), rule, least=least)
+            title = _tiers_title(name, pair)
+            found.setdefault(title, {})[label] = {
+                "upper": round(one.upper_hit_count / one.asked_count, 4),
+                "lower": round(one.lower_hit_count / one.asked_count, 4),
+                "written": round(one.written_count / one.asked_count, 4),
+            }
+            print(title, label, found[title][label], flush=True)
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def _tiers_title(name: str, pair: tuple[float, float]) -> str:
+    return f"{name} {pair[0]:g} % + {pair[1]:g} %"
+
+
+def _tiers_table(found: Result) -> str:
+    rows = ["| | rule | hit | in memory | below | written |", "| --- | --- |" + " ---: |" * 4]
+    for name, sizes in TIERS.items():
+        for pair in sizes:
+            title = _tiers_title(name, pair)
+            for label, one in ((label, found.get(title, {}).get(label)) for label in RULES):
+                if one is not None:
+                    hit = one["upper"] + one["lower"]
+                    shares = (hit, one["upper"], one["lower"], one["written"])
+                    cells = " | ".join(f"{share:.4f}" for share in shares)
+                    rows.append(f"| {title} | {label} | {cells} |")
+    return _TIERS + "\n".join(rows) + "\n\n" if len(rows) > 2 else ""
+
+
 def render(results: Result) -> str:
     tables = "\n".join(_table(name, results[name]) for name in TITLES if name in results)
     absent = [TITLES[name].split(":")[0] for name in TITLES if name not in results]
     note = f"Not measured yet: {', '.join(absent)}.\n\n" if absent else ""
-    return f"{_INTRODUCTION}{note}{tables}{_METHOD}"
+    return f"{_INTRODUCTION}{note}{tables}{_tiers_table(results.get('two_tiers', {}))}{_METHOD}"
 
 
 def _table(name: str, found: Result) -> str:
@@ -141,6 +200,17 @@ are in percent of the different blocks; – is not measured yet.
 
 """
 
+_TIERS = """## Two tiers
+
+Memory over a tier that wears, which evicts by age. What memory evicts goes down. *Exclusive*: what is promoted leaves no
+copy, so it is written again when it goes down again. *Keep copy*: it stays. P(reuse): only what is likely enough to be
+used again while it would lie below, by the class of its request, and what was used twice. All columns are of the blocks
+asked for. The daemon keeps copies, writes while blocks are still in memory, and moves the threshold between 0.05 and
+0.6 by what is left of its write budget (`nvme.admission`); it draws no lots for single blocks, for behind a hole a chain
+is of no use.
+
+"""
+
 _METHOD = """## How
 
 One tier, cold at the start; a request's whole chain is resident right after it. Requests are instantaneous, and blocks
@@ -160,6 +230,8 @@ def main() -> None:
     if not asked.document:
         print(f"load {os.getloadavg()[0]:.1f}; CPU seconds are of this process")
         measure(results, asked.trace or list(TRACES), asked.policy or list(POLICIES))
+        if asked.policy is None:
+            measure_tiers(results, asked.trace or list(TRACES))
     DOCUMENT.write_text(render(results), encoding="utf-8")
 
 

@@ -55,6 +55,8 @@ def text_of(stats: pb.StatsResponse) -> str:
     parts = [head, _tiers(stats), _hits(stats)]
     if any(tier.tier == _NVME for tier in stats.tiers):
         parts.insert(2, _nvme(stats))
+    if eviction := _eviction(stats):
+        parts.append(eviction)
     if stats.namespaces:
         parts.append(_namespaces(stats))
     parts.append(_sessions(stats))
@@ -116,6 +118,23 @@ def _hits(stats: pb.StatsResponse) -> str:
         rows.append((call, f"{asked:.0f}", f"{asked - missed:.0f}", share, *tiers))
     headings = ("call", "blocks asked for", "hits", "share")
     return table((*headings, *(f"in {tier.tier}" for tier in stats.tiers)), rows)
+
+
+_ORDERS = {
+    "learned": "by reuse curves",
+    "by_age": "by age: the guard finds that better than the curves",
+    "unguarded": "by reuse curves, unguarded: too few blocks to sample",
+}
+
+
+def _eviction(stats: pb.StatsResponse) -> str:
+    """How namespaces evict whose policy learns; nothing where none does."""
+    counts = {
+        text: int(stats.counters.get(f'kvtier_eviction_order_count{{order="{order}"}}', 0))
+        for order, text in _ORDERS.items()
+    }
+    found = [(text, count) for text, count in counts.items() if count]
+    return table(("eviction", "namespaces"), found) if found else ""
 
 
 def _hit_count(stats: pb.StatsResponse, call: str, tier: str) -> float:

@@ -15,6 +15,7 @@ from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.slabs import SlabLedger
 from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts, SessionCounts
+from kvtier.policy.eviction import GuardedPolicy
 from kvtier.types import NamespaceId, TierName
 
 Namespaces = Mapping[NamespaceId, Residency]
@@ -41,6 +42,11 @@ def gather_stats(
         draining=draining,
         lower=lower,
         oldest_lease_at=leases.oldest_at(),
+        guards=tuple(
+            one.policy.guard_report()
+            for one in namespaces.values()
+            if isinstance(one.policy, GuardedPolicy)
+        ),
     )
 
 
@@ -61,6 +67,7 @@ def lower_counts(lower: LowerTier, demotions: Demotions, promotions: Promotions)
         reinserted_count=demotions.retiring.again_count,
         reused_segment_count=demotions.retiring.reused_count,
         dropped_count=demotions.retiring.dropped_count,
+        refused_count=demotions.refused_count,
         leased_count=lower.leased_count,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtier.policy.eviction import GuardReport
 from kvtier.types import EngineId, NamespaceId, Role, SessionId, TierName
 
 
@@ -51,6 +52,7 @@ class LowerCounts:
     reinserted_count: int  # Blocks written again because their segment was reused.
     reused_segment_count: int
     dropped_count: int  # Blocks that reuse has ended.
+    refused_count: int = 0  # Blocks that were not worth their write.
     leased_count: int = 0  # Slots under direct leases, each as often as leased.
 
 
@@ -68,6 +70,7 @@ class ManagerStats:
     # Of the tiers below memory that there are and that have been read, the fastest first.
     lower: Mapping[TierName, LowerCounts] = field(default_factory=dict)
     oldest_lease_at: float | None = None  # When the oldest lease held began.
+    guards: tuple[GuardReport, ...] = ()  # Of namespaces whose policy has one.
 
     @property
     def nvme(self) -> LowerCounts | None:

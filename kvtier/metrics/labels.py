@@ -31,6 +31,9 @@ LIMITS = (
     *("leased_bytes", "file_descriptors", "namespace_names"),
 )
 SLOT_STATES = ["free", "ready", "reserved", "quarantined", "pinned", "held"]
+# How policies that learn evict at the moment (kvtier/policy/eviction.py).
+EVICTION_ORDERS = ("learned", "by_age", "unguarded")
+SHADOW_ORDERS = ("learned", "by_age")
 SESSION_STATES = ["live", "lost", "ended", "dead"]
 BLOCK_CALLS = ("match", "acquire", "get")
 # Why the first block that a call did not get was no hit; those behind it share its fate.

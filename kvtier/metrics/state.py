@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from kvtier.metrics.labels import BUILT_TIERS, LIMITS, SESSION_STATES, SLOT_STATES
+from kvtier.metrics.labels import (
+    BUILT_TIERS,
+    EVICTION_ORDERS,
+    LIMITS,
+    SESSION_STATES,
+    SHADOW_ORDERS,
+    SLOT_STATES,
+)
 from kvtier.metrics.registry import Registry
 
 
@@ -29,6 +36,17 @@ class StateMetrics:
         )
         self._evicted_blocks = registry.counter(
             "kvtier_evicted_blocks_total", "Blocks evicted from memory.", {}
+        )
+        self.eviction_orders = registry.gauge(
+            "kvtier_eviction_order_count",
+            "Namespaces whose policy learns, by how they evict: as learned; by age, as the guard "
+            "finds that better; as learned and unguarded, for there are too few blocks to sample.",
+            {"order": EVICTION_ORDERS},
+        )
+        self.shadow_hit_blocks = registry.gauge(
+            "kvtier_shadow_hit_blocks",
+            "Blocks of sampled chains that the guards' shadow caches had, by how these evict.",
+            {"order": SHADOW_ORDERS},
         )
         self.sessions = registry.gauge(
             "kvtier_sessions", "Sessions by state.", {"state": SESSION_STATES}

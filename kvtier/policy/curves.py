@@ -19,8 +19,17 @@ import numpy.typing as npt
 
 from kvtier.policy.class_leaves import Leaves
 from kvtier.policy.curve_fit import Fitted, Sample, Tally, fit
-from kvtier.policy.eviction import Blocks, Evictable, Keys, Rows
+from kvtier.policy.eviction import (
+    Blocks,
+    Evictable,
+    EvictionOrder,
+    GuardReport,
+    Keys,
+    Rows,
+)
+from kvtier.policy.guard import AgeAlone, Guard
 from kvtier.policy.reuse_classes import ENDED, SHARED_LOG2_MAX, UNKNOWN, ClassTable, Request
+from kvtier.policy.reuse_curves import BIN_COUNT, Floats, survivals_at
 from kvtier.policy.reuse_history import Places, ReuseHistory
 from kvtier.policy.worth_table import WorthTable
 
@@ -46,7 +55,10 @@ class CurvesPolicy:
         self._leaves = Leaves(youngest=features)
         self._keys = np.zeros(0, dtype=np.uint64)
         self._reused, self._forgotten = Tally(), Tally()
-        self._worth = WorthTable()
+        self._worth, self._age_alone = WorthTable(), AgeAlone()
+        self._survival = np.ones((0, BIN_COUNT + 1))
+        self._guard = Guard(self._worth, blocks.count_max) if features else None
+        self._resident_count = 0
         self._now = 1.0
         self._origin: float | None = None
         self._fitted_at = 1.0
@@ -76,6 +88,11 @@ class CurvesPolicy:
         history.uses[places] = uses
         history.end_turn[places[-2:]] = request.turn
         self._leaves.move(here, now, kinds if isinstance(kinds, int) else kinds[: len(here)])
+        if self._guard is not None:
+            own = uses <= request.turn + 1
+            own_first = int(own.argmax()) if own[-1] else len(own) - 1
+            self._worth.now = now
+            self._guard.on_request(keys, own_first, now, kinds)
 
     def on_insert(self, rows: Rows, now: float) -> None:
         if not len(rows):
@@ -89,6 +106,7 @@ class CurvesPolicy:
             places[fresh] = self._inherit(rows, keys[fresh], places[fresh], now)
         mine = rows.astype(np.intp)
         self._keys[mine] = keys
+        self._resident_count += len(mine)
         self._leaves.insert(mine, self._history.used_at[places], self._history.kind[places])
 
     def on_touch(self, rows: Rows, now: float) -> None:
@@ -103,18 +121,31 @@ class CurvesPolicy:
 
     def on_remove(self, rows: Sequence[int]) -> None:
         self._leaves.remove(rows)
+        self._resident_count -= len(rows)
 
     def on_session_end(self, rows: Rows) -> bool:
         """Make the prefix the next victim, tail first, but for what another session uses."""
         mine = rows.astype(np.intp)
-        places, known = self._history.find(self._keys[mine])
+        keys = self._keys[mine]
+        places, known = self._history.find(keys)
         self._history.kind[places[known]] = ENDED
+        if self._guard is not None:
+            self._guard.on_session_end(keys)
         self._leaves.move(mine, -np.inf, ENDED)
         return True
 
     def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
         self._worth.now = self._now
+        if self._guard is not None:
+            self._guard.note_full(self._resident_count, self._now)
+            if self._guard.order is EvictionOrder.BY_AGE:
+                return self._leaves.nominate(count, may_evict, self._age_alone)
         return self._leaves.nominate(count, may_evict, self._worth)
+
+    def guard_report(self) -> GuardReport:
+        if self._guard is None:
+            return GuardReport(EvictionOrder.UNGUARDED, 0, 0)
+        return GuardReport(self._guard.order, *self._guard.hit_counts)
 
     # ------------------------------------------------------------------------------------ fitting
 
@@ -126,6 +157,19 @@ class CurvesPolicy:
     def end_refit(self, fitted: object) -> None:
         assert isinstance(fitted, Fitted), "the result of another policy's refit"
         self._worth.learn(fitted.worth)
+        self._survival = fitted.survival
+
+    def reuse_probabilities(self, rows: Rows, seconds: float) -> Floats:
+        mine = rows.astype(np.intp)
+        kinds = self._leaves.kind[mine].astype(np.intp)
+        found = np.ones(len(mine))
+        fitted = kinds < len(self._survival)
+        ages = self._now - self._leaves.used_at[mine[fitted]]
+        survival = self._survival[kinds[fitted]]
+        now, later = survivals_at(survival, ages), survivals_at(survival, ages + seconds)
+        found[fitted] = 1.0 - np.divide(later, now, out=np.ones_like(now), where=now > 0)
+        found[kinds == ENDED] = 0.0
+        return found
 
     def _is_refit_due(self) -> bool:
         if self._origin is None:

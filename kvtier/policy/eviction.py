@@ -8,6 +8,7 @@ one, and may forget candidates that it finds to be no leaves any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
@@ -78,6 +79,39 @@ class EvictionPolicy(Protocol):
 
 
 PolicyMaker = Callable[[Blocks], EvictionPolicy]
+
+
+class EvictionOrder(Enum):
+    """How a policy that learns evicts at the moment."""
+
+    LEARNED = "learned"
+    BY_AGE = "by_age"  # Its guard saw that age alone does better.
+    UNGUARDED = "unguarded"  # As learned: there are too few blocks to compare.
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReport:
+    order: EvictionOrder
+    # Blocks that the guard's shadow caches had when they were asked for, since the start.
+    learned_hit_count: int
+    by_age_hit_count: int
+
+
+@runtime_checkable
+class GuardedPolicy(Protocol):
+    """A policy that compares itself with LRU while it works."""
+
+    def guard_report(self) -> GuardReport: ...
+
+
+@runtime_checkable
+class ForecastingPolicy(Protocol):
+    """A policy that can tell what will be used again."""
+
+    def reuse_probabilities(self, rows: Rows, seconds: float) -> npt.NDArray[np.float64]:
+        """Of each of these blocks within so many seconds; 1 where nothing is known yet, 0 where it
+        is known that nobody will."""
+        ...
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from prometheus_client import Metric
 
 from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts
 from kvtier.metrics.labels import LIMITS, SESSION_STATES
+from kvtier.policy.eviction import EvictionOrder, GuardReport
 from kvtier.server.base import Base
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.sessions import Sessions
@@ -169,6 +170,7 @@ class Reporter:
         metrics.state.tier_blocks.labels(DRAM).set(tier.ready_count)
         metrics.state.resident_blocks.set(sum(one.block_count for one in stats.namespaces))
         metrics.state.note_evicted(stats.evicted_count)
+        self._refresh_guards(stats.guards)
         for state in SESSION_STATES:
             metrics.state.sessions.labels(state).set(
                 sum(one.state == state for one in stats.sessions)
@@ -189,6 +191,17 @@ class Reporter:
         for report in self._lower:
             report.refresh(stats.lower.get(report.tier))
         return stats
+
+    def _refresh_guards(self, guards: Sequence[GuardReport]) -> None:
+        state = self._metrics.state
+        for order in EvictionOrder:
+            count = sum(one.order is order for one in guards)
+            state.eviction_orders.labels(order.value).set(count)
+        for order, hit_count in (
+            (EvictionOrder.LEARNED, sum(one.learned_hit_count for one in guards)),
+            (EvictionOrder.BY_AGE, sum(one.by_age_hit_count for one in guards)),
+        ):
+            state.shadow_hit_blocks.labels(order.value).set(hit_count)
 
     def _name(self, opened: OpenedNamespace) -> None:
         name = f"{opened.spec.model[:NAME_CHARS_MAX]}@{opened.fingerprint.hex()[:8]}"

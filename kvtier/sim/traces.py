@@ -66,10 +66,13 @@ def read_trace(path: Path) -> Trace:
     return numbered(str(header.get("name", path.stem)), block_tokens, found)
 
 
-def read_sessions(path: Path, block_tokens: int, span_seconds: float, *, seed: int) -> Trace:
+def read_sessions(
+    path: Path, block_tokens: int, span_seconds: float, *, seed: int, every: int = 1
+) -> Trace:
     """Sessions that have no common clock, laid on one: each begins at a drawn time of the span.
 
-    `block_tokens`: a multiple of the file's own. Raises BadRequest like `read_trace`.
+    `block_tokens`: a multiple of the file's own. `every`: only each n-th session. Raises
+    BadRequest like `read_trace`.
     """
     lines = _lines(path)
     header, own_tokens, unit = _header(path, lines, "session")
@@ -81,6 +84,8 @@ def read_sessions(path: Path, block_tokens: int, span_seconds: float, *, seed: i
     chance = np.random.default_rng(seed)
     found, first = [], 0
     for number, line in lines:
+        if number % every:
+            continue
         with _named(path, number):
             begin = float(chance.uniform(0.0, span_seconds))
             last = first

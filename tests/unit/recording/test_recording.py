@@ -233,6 +233,13 @@ def test_a_bounded_recording_keeps_its_end(rotated: list[Path]) -> None:
     assert batches[-1].event_first + len(batches[-1].events) == 2001
 
 
+def test_recordings_that_are_small_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "FILES_MAX", 5)
+    for number in range(9):
+        RecordingWriter(plan_for(tmp_path, MANAGER, "lru", number)).close("the daemon ended")
+    assert len(list(tmp_path.glob("*.kvrec"))) == 5
+
+
 def test_mid_life_is_told_instead_of_replayed(rotated: list[Path]) -> None:
     with pytest.raises(BadRequest, match="begins in mid-life, at event"):
         replayed(rotated[0], LruPolicy)

@@ -13,8 +13,9 @@ from kvtier.core import events as ev
 from kvtier.core.instructions import Instruction
 from kvtier.core.manager import BlockManager
 from kvtier.core.salting import SALT_BYTES, salted
-from kvtier.core.settings import ManagerConfig
+from kvtier.core.settings import LowerSettings, ManagerConfig
 from kvtier.errors import BadRequest, KVTierError
+from kvtier.policy.admission import Admission
 from kvtier.policy.curves import CurvesPolicy
 from kvtier.policy.eviction import PolicyMaker
 from kvtier.policy.lru import LruPolicy
@@ -23,7 +24,7 @@ from kvtier.recording.files import RecordingFile
 from kvtier.recording.replaying import Difference, Replay, recorded_batches
 from kvtier.recording.values import EVENTS, Decoder, Encoder, Names
 from kvtier.recording.writer import Noted, RecordingPlan, RecordingWriter
-from kvtier.types import BlockHash, NamespaceId, PackedHashes, SessionId
+from kvtier.types import BlockHash, NamespaceId, PackedHashes, SessionId, TierName
 from tests.sim.tiered_simulation import TieredSimulation
 from tests.support.forms import rounds
 from tests.support.known_blocks import chain_hashes
@@ -224,6 +225,18 @@ def rotated(tmp_path: Path, small_batches: None, monkeypatch: pytest.MonkeyPatch
         manager.handle(ev.HintPaused(NamespaceId(1), hashes), 2.0 + number)
     to.close("the daemon ended")
     return sorted(tmp_path.glob("*.kvrec"))
+
+
+def test_the_core_of_a_replay_has_the_settings_of_the_recorded_one(tmp_path: Path) -> None:
+    """To their types: the core asks whether an enum is the one."""
+    lower = {
+        tier: LowerSettings(admission=admission)
+        for tier, admission in zip((TierName.CXL, TierName.REMOTE), Admission, strict=False)
+    }
+    config = replace(MANAGER, lower=lower, grace_seconds=0.25)
+    to = RecordingWriter(plan_for(tmp_path, config, "lru"))
+    to.close("the daemon ended")
+    assert repr(RecordingFile(to.path).header.manager) == repr(replace(config, key_salt=b""))
 
 
 def test_a_bounded_recording_keeps_its_end(rotated: list[Path]) -> None:

@@ -24,6 +24,7 @@ from kvtier.config_values import (
     ANY_NODE,
     AUTO,
     Address,
+    AdmissionRule,
     Choice,
     Count,
     Emulation,
@@ -214,6 +215,13 @@ class NvmeConfig:
         Size(MIB, 1 << 50, auto=True),
         "Blocks written down in an hour, on average: what nobody has used twice takes what is "
         "left of it. auto: the whole pool once a day.",
+    )
+    admission: str = option(
+        "forecast",
+        AdmissionRule(),
+        "Of blocks used once, what is written down. forecast (with dram.policy curves, else as "
+        "all): what is likely to be used again, the likelier the less is left of "
+        "write_bytes_per_hour. all: while half of an hour's bytes is left. reused: nothing.",
     )
     endurance_bytes_per_day: int = option(
         AUTO,

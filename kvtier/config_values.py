@@ -273,6 +273,21 @@ class Choice:
         return str(value)
 
 
+class AdmissionRule(Choice):
+    """How blocks are chosen that may be written down."""
+
+    def __init__(self) -> None:
+        super().__init__("forecast", "all", "reused")
+
+    def check(self, name: str, value: object) -> object:
+        if value in self.words:
+            return value
+        raise ConfigError(
+            f"{name} is {value!r}: it may be {self.describe()}. None draws lots for each block: "
+            "behind a hole a chain is of no use"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text of bounded length."""

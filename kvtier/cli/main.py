@@ -48,6 +48,7 @@ COMMANDS = {
     "size": Command("kvtier.cli.size", "say how much KV a model has and what a tier holds of it"),
     "replay": Command("kvtier.cli.replay", "make a recorded daemon's decisions again"),
     "simulate": Command("kvtier.cli.simulate", "say what a node would have done with a trace"),
+    "advise": Command("kvtier.cli.advise", "say what more or less memory would be worth"),
     "engine": Command("kvtier.engine.http.command", "serve a model by the reference engine"),
     "bench": Command("kvtier.cli.bench", "measure a daemon"),
     "selftest": Command("kvtier.cli.selftest", "try your own engine with and without kvtier"),

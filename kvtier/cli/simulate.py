@@ -26,9 +26,12 @@ HOUR = 3600.0
 SEED = 1
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+def add_trace_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     parser.add_argument(
-        "trace", type=Path, help="a trace (.jsonl.gz), or the first file of a recording (.kvrec)"
+        "trace",
+        type=Path,
+        nargs="?" if optional else None,
+        help="a trace (.jsonl.gz), or the first file of a recording (.kvrec)",
     )
     parser.add_argument(
         "--block-tokens", type=int, default=512, help="of session traces (default: 512)"

@@ -1,10 +1,12 @@
 """Write-behind: blocks are copied to a tier below while they are in memory, so that evicting them
 writes nothing.
 
-Who goes down: blocks used twice and those of a chain that pauses (*admitted*), and all others while
-the write budget has room to spare. A chain goes head first: a block whose parent has no copy brings
-its parents along. Blocks of a segment that is about to be reused go again, once, if they were used
-since they were written (`retiring.py`).
+Who goes down: blocks used twice and those of a chain that pauses (*admitted*); of all others those
+that the eviction policy finds likely to be used again, the likelier the less is left of the write
+budget (policy/admission.py), or, where it cannot tell, all while the budget has room to spare. A
+chain goes head first: a block whose parent has no copy brings its parents along. Blocks of a
+segment that is about to be reused go again, once, if they were used since they were written
+(`retiring.py`).
 
 Invariant: a block is under way at most once; its place is pinned and its new slot reserved until
 Demoted comes.
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -27,7 +30,9 @@ from kvtier.core.residency import Residency
 from kvtier.core.retiring import Retiring
 from kvtier.core.runs import runs_of
 from kvtier.core.settings import LowerSettings
-from kvtier.core.write_budget import WriteBudget
+from kvtier.core.write_budget import HOUR_SECONDS, WriteBudget
+from kvtier.policy.admission import Admission, least_probability
+from kvtier.policy.eviction import ForecastingPolicy
 from kvtier.types import BlockHash, NamespaceId, RemovedFor, TierName
 
 # What waits is bounded: the oldest gives way, and may ask again at its next use.
@@ -66,6 +71,7 @@ class Demotions:
         self.under_way_bytes = 0
         self.written_bytes = 0
         self.demoted_count = 0
+        self.refused_count = 0  # Blocks that were not worth their write when their turn came.
         self._not_before = 0.0  # Whoever refuses a block is left alone for a moment.
 
     @property
@@ -110,7 +116,7 @@ class Demotions:
         if self._lower.is_writable:
             twice = residency.index.uses[rows] >= 2
             self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
-            if self._settings.copies_unused:
+            if self._settings.admission is not Admission.REUSED:
                 self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
 
     def admit(self, residency: Residency, rows: Rows) -> None:
@@ -178,15 +184,16 @@ class Demotions:
         if not self.budget.may_write():
             return []
         queues = [(self._admitted, RowFlag.ADMITTED)]
-        if self.budget.has_spare():
+        if self.budget.has_spare() or self._forecasts(self._spare) is not None:
             queues.append((self._spare, RowFlag.SPARE))
         for queue, flag in queues:
             for _ in range(_GATHERED_MAX):
                 if not queue:
                     break
+                self._refuse_unlikely(queue, flag)
                 residency, rows = self._gather(queue, flag)
                 if not len(rows):
-                    continue  # All of them have gone, or gone down, since they asked.
+                    continue  # All of them have gone, or gone down, or shall not.
                 segments = self._lower.book.segment_count
                 kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
                 found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
@@ -195,6 +202,35 @@ class Demotions:
                     self.retiring.begin(now)
                 return found or self._begin_again()
         return []
+
+    def _forecasts(self, queue: deque[tuple[NamespaceId, int]]) -> ForecastingPolicy | None:
+        """Who tells whether what waits there first will be used again."""
+        if not queue or self._settings.admission is not Admission.FORECAST:
+            return None
+        policy = self._namespaces[queue[0][0]].policy
+        return policy if isinstance(policy, ForecastingPolicy) else None
+
+    def _refuse_unlikely(self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8) -> None:
+        """Of those that wait first, let go who is not worth the write; what was used twice is,
+        unless nobody will use it. They may ask again at their next use."""
+        policy = self._forecasts(queue)
+        if policy is None:
+            return
+        namespace = queue[0][0]
+        index = self._namespaces[namespace].index
+        flags = self._lower.columns(index).flags
+        first = [row for one, row in islice(queue, self._settings.batch_blocks) if one == namespace]
+        rows = np.array(first, dtype=np.int32)
+        rows = rows[rows < len(flags)]
+        rows = rows[(flags[rows] & flag) != 0]
+        seconds = HOUR_SECONDS * self._lower.book.capacity_bytes / self.budget.bytes_per_hour
+        likely = policy.reuse_probabilities(rows, seconds)
+        least = least_probability(self.budget.share)
+        if flag == RowFlag.ADMITTED or self.budget.share > 1.0:
+            least = 0.0
+        refused = rows[(likely < least) & (index.uses[rows] < 2) | (likely <= 0)]
+        flags[refused] &= ~flag  # So their turn passes over them.
+        self.refused_count += len(refused)
 
     def _gather(
         self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8

@@ -103,6 +103,10 @@ class SegmentBook:
         self._turns: dict[bytes, int] = {}
 
     @property
+    def capacity_bytes(self) -> int:
+        return self.segment_bytes * self.segment_count
+
+    @property
     def free_segment_count(self) -> int:
         return sum(map(len, self._free))
 

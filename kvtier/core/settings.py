@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtier.policy.admission import Admission
 from kvtier.types import TierName
 
 # Leases together pin at most this part of the pool, so that there is always room to offload into.
@@ -23,9 +24,8 @@ class LowerSettings:
     # One hop to the threads and back costs as much as a small block: many go together.
     batch_blocks: int = 64
     batch_bytes: int = 16 << 20
-    # Also blocks that were used once, while the budget has room to spare; else only those that were
-    # used twice, or of which a hint says that they will be.
-    copies_unused: bool = True
+    # Of blocks that nobody has used twice, and of which no hint says that they will be.
+    admission: Admission = Admission.FORECAST
     # How long nothing is written after a block was refused: the queue is full, or an engine is off.
     refused_seconds: float = 1.0
     # How long a segment waits for blocks that go again before it is reused without them.

@@ -18,11 +18,8 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-# How much a new measurement counts.
-RATE_WEIGHT = 0.2
-# A tier that was slow may have recovered, and only a swap can tell: one in so many that the rule
-# would recompute. At twice the cost that is 3 % more.
-RETRY_COUNT = 32
+from kvtier.policy.link import RATE_WEIGHT, LinkTime
+from kvtier.policy.retries import Retries
 
 
 class Preemption(StrEnum):
@@ -61,8 +58,8 @@ class PreemptionRule:
         self._mode = mode
         self._choices: dict[str, _Choice] = {}  # Of requests that have not come back.
         self._queued_count = 0
-        self._link_free_at = 0.0
-        self._avoided_count = 0
+        self._link_time = LinkTime()
+        self._retries = Retries()
         self.token_seconds: float | None = None
         self.blocks_per_second: float | None = None
         self.counts: Counter[Preemption] = Counter()
@@ -77,11 +74,9 @@ class PreemptionRule:
         self._queued_count += block_count
 
     def note_arrived(self, block_count: int, began_at: float, now: float) -> None:
-        """They are there, asked for at `began_at`. They came one request after another: those
-        before took the link until `_link_free_at`."""
+        """They are there, asked for at `began_at`. They came one request after another."""
         self._queued_count -= block_count
-        seconds = now - max(began_at, self._link_free_at)
-        self._link_free_at = now
+        seconds = self._link_time.take(began_at, now)
         if seconds > 0:
             rate, known = block_count / seconds, self.blocks_per_second
             self.blocks_per_second = rate if known is None else known + RATE_WEIGHT * (rate - known)
@@ -133,8 +128,8 @@ class PreemptionRule:
         onboard, recompute = self._onboard_seconds(victim), self._recompute_seconds(victim)
         if onboard is None or recompute is None or onboard <= recompute:
             return Preemption.SWAP
-        self._avoided_count += 1
-        is_retry = self._avoided_count % RETRY_COUNT == 0
+        self._retries.note_avoided(recompute)
+        is_retry = self._retries.spend(onboard - recompute)
         return Preemption.SWAP if is_retry else Preemption.RECOMPUTE
 
     def _recompute_seconds(self, victim: Victim) -> float | None:

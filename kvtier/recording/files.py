@@ -15,7 +15,8 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -208,6 +209,15 @@ def _recorded(decoder: Decoder) -> Recorded:
 
 def _manager_config(values: Mapping[str, Any]) -> ManagerConfig:
     rest = dict(values)
-    lower = {TierName(name): LowerSettings(**one) for name, one in rest.pop("lower").items()}
+    lower = {
+        TierName(name): LowerSettings(**_typed(LowerSettings, one))
+        for name, one in rest.pop("lower").items()
+    }
     rest["key_salt"] = b""
-    return ManagerConfig(**rest, lower=lower)
+    return ManagerConfig(**_typed(ManagerConfig, rest), lower=lower)
+
+
+def _typed(kind: type[LowerSettings | ManagerConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no enums: those are of the kind that the field's default is of."""
+    enums = {one.name: type(one.default) for one in fields(kind) if isinstance(one.default, Enum)}
+    return {name: enums[name](one) if name in enums else one for name, one in values.items()}

@@ -14,11 +14,11 @@ import json
 import socket
 import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from importlib.resources import files
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import Metric
 
@@ -47,9 +47,11 @@ PAGE_POLICY = (
 )
 METRICS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-PAGE_PATHS = ("/", "/status", "/status.json")
+ADVICE_PATH = "/advice.json"
+PAGE_PATHS = ("/", "/status", "/status.json", ADVICE_PATH)
 STRANGE_NAME = b"the status page answers under localhost and loopback addresses only\n"
 
+T = TypeVar("T")
 Answer = tuple[HTTPStatus, str, bytes]
 NO_ANSWER: Answer = (
     HTTPStatus.SERVICE_UNAVAILABLE,
@@ -61,8 +63,17 @@ NO_ANSWER: Answer = (
 class AdminServer:
     """Listens when made; answers after `start`."""
 
-    def __init__(self, address: str, core: CoreLoop, reporter: Reporter, clock: Clock) -> None:
+    def __init__(
+        self,
+        address: str,
+        core: CoreLoop,
+        reporter: Reporter,
+        clock: Clock,
+        advice: Callable[[], dict[str, Any]],
+    ) -> None:
+        """`advice`: what /advice.json tells; called on the event loop."""
         self._core = core
+        self._advice = advice
         self._reporter = reporter
         self._clock = clock
         self._page = files("kvtier.server").joinpath("status_page.html").read_bytes()
@@ -95,6 +106,8 @@ class AdminServer:
             return self._told(METRICS_TEXT, text_of)
         if path == "/status.json":
             return self._recent_status()
+        if path == ADVICE_PATH:
+            return self._on_loop(JSON, self._tell_advice)
         if path in ("/", "/status"):
             return HTTPStatus.OK, HTML, self._page
         if path == "/healthz":
@@ -103,8 +116,16 @@ class AdminServer:
 
     def _told(self, kind: str, words: Callable[[list[Metric]], bytes]) -> Answer:
         """What the event loop gathers, put into words here."""
+        return self._on_loop(kind, self._gather, words)
+
+    def _on_loop(
+        self,
+        kind: str,
+        ask: Callable[[], Coroutine[Any, Any, T]],
+        words: Callable[[T], bytes] = lambda told: json.dumps(told).encode(),
+    ) -> Answer:
         assert self._loop is not None, "asked before the start"
-        work = asyncio.run_coroutine_threadsafe(self._gather(), self._loop)
+        work = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         try:
             return HTTPStatus.OK, kind, words(work.result(ANSWER_SECONDS_MAX))
         except TimeoutError:
@@ -131,6 +152,9 @@ class AdminServer:
             "samples": {name: one for name, one in samples.items() if "_bucket{" not in name},
         }
         return json.dumps(told).encode()
+
+    async def _tell_advice(self) -> dict[str, Any]:
+        return self._advice()
 
     async def _gather(self) -> list[Metric]:
         return self._reporter.gather()

@@ -16,6 +16,7 @@ import grpc
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.config_values import split_address
+from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
 from kvtier.core.settings import PIN_FRACTION_MAX
@@ -38,6 +39,7 @@ from kvtier.server.cxl_tier import CxlKeeper
 from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
+from kvtier.server.hit_curves import HitCurves
 from kvtier.server.instance import raise_open_files
 from kvtier.server.kv_events import KvEvents
 from kvtier.server.lane import LaneListener
@@ -150,6 +152,12 @@ class _Builder:
             metrics=self.base.metrics,
         )
         self.events = self._make_events()
+        self.curves = HitCurves(
+            self.base.namespaces,
+            self.base.clock,
+            dram_bytes=plan.slab_bytes * plan.slab_count_max,
+            nvme_bytes=lower.paths.capacity_bytes if lower.paths is not None else 0,
+        )
         self.reporter = Reporter(
             self.base,
             self.sessions,
@@ -254,7 +262,8 @@ class _Builder:
         address = self.config.admin.address
         admin = None
         if address != "off":
-            admin = AdminServer(address, self.core, self.reporter, self.base.clock)
+            advice = self.curves.told
+            admin = AdminServer(address, self.core, self.reporter, self.base.clock, advice)
         return Parts(
             plan=self.plan,
             core=self.core,
@@ -298,6 +307,8 @@ class _Builder:
             ins.RecallSlots: sessions.on_recall_slots,
             ins.BlocksStored: watch.on_stored,
             ins.BlocksTakenIn: lambda _: None,  # Watchers ask for what they want to know.
+            ev.Acquire: self.curves.on_acquire,
+            ev.Commit: self.curves.on_commit,
         }
         effects |= remembering_effects(self.base, watch)
         if self.events is not None:

@@ -1,0 +1,124 @@
+"""What loads over one link have taken lately, and what others would take; pure.
+
+Loads follow one another, so each takes what is left when the one before it has ended. Beside what
+each block takes a load has fixed costs (questions, the engine's steps): a line through what was
+measured tells the two apart, by least squares that forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.types import TierName
+
+# How much a new measurement counts.
+RATE_WEIGHT = 0.2
+# Sizes that vary less than by this share of their mean tell nothing of fixed costs.
+SPREAD_MIN = 0.05
+
+Counts = Mapping[TierName, int]  # Blocks by the tier that they are in.
+
+
+class LinkTime:
+    """When one link got free."""
+
+    def __init__(self) -> None:
+        self.free_at = float("-inf")
+
+    def take(self, began_at: float, now: float) -> float:
+        """Seconds that a load asked for at `began_at` took by itself; it has ended now."""
+        seconds = now - max(began_at, self.free_at)
+        self.free_at = now
+        return max(0.0, seconds)
+
+
+class Line:
+    """Seconds by blocks."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, block_count: int, seconds: float) -> None:
+        keep = 1.0 - RATE_WEIGHT
+        self._weight = keep * self._weight + 1.0
+        self._x = keep * self._x + block_count
+        self._y = keep * self._y + seconds
+        self._xx = keep * self._xx + block_count * block_count
+        self._xy = keep * self._xy + block_count * seconds
+
+    def seconds(self, block_count: int) -> float | None:
+        """None before the first block."""
+        if self._x == 0:
+            return None
+        x, y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - x * x
+        each = y / x
+        if variance > (SPREAD_MIN * x) ** 2:
+            slope = (self._xy / self._weight - x * y) / variance
+            each = min(each, max(0.0, slope))  # Neither part is ever below 0.
+        return (y - each * x) + each * block_count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """What was asked for and has not ended."""
+
+    counts: Counts
+    began_at: float
+
+
+class Link:
+    """Blocks of one or several tiers come over it. Not known of a tier: it costs nothing."""
+
+    def __init__(self, seconds_each: Mapping[TierName, float] | None = None) -> None:
+        """`seconds_each`: of a block, by tier, until something is measured there."""
+        self._first = dict(seconds_each or {})
+        self._lines: dict[TierName, Line] = {}
+        self._queued: dict[Load, None] = {}  # In the order they were asked for.
+        self._time = LinkTime()
+
+    def is_known(self, counts: Counts) -> bool:
+        return all(tier in self._first or tier in self._lines for tier in counts)
+
+    def seconds(self, counts: Counts) -> float:
+        """What these take with nobody before them."""
+        return sum(self._tier_seconds(tier, count) for tier, count in counts.items())
+
+    def queued_seconds(self, now: float) -> float:
+        """Until all has come that is asked for.
+
+        Where the first one takes longer than it should, so will those behind it: a tier that has
+        become slow must not be asked for more and more until the first answer tells.
+        """
+        expected = [self.seconds(load.counts) for load in self._queued]
+        if not expected:
+            return 0.0
+        elapsed = now - max(next(iter(self._queued)).began_at, self._time.free_at)
+        if elapsed <= expected[0] or expected[0] == 0:
+            return sum(expected) - min(elapsed, expected[0])
+        return sum(expected[1:]) * elapsed / expected[0]
+
+    def begin(self, counts: Counts, now: float) -> Load:
+        """So much is asked for. `end` it, whatever comes of it."""
+        load = Load(counts, now)
+        self._queued[load] = None
+        return load
+
+    def end(self, load: Load, came: Counts, now: float) -> None:
+        """So much of it has come; nothing of a failed one, which tells nothing.
+
+        Of several tiers at once, the lowest has taken what the others are not known to take.
+        """
+        del self._queued[load]
+        if not came:
+            return
+        seconds = self._time.take(load.began_at, now)
+        *others, lowest = (tier for tier in TierName if tier in came)
+        seconds -= sum(self._tier_seconds(tier, came[tier]) for tier in others)
+        self._lines.setdefault(lowest, Line()).note(came[lowest], max(0.0, seconds))
+
+    def _tier_seconds(self, tier: TierName, block_count: int) -> float:
+        line = self._lines.get(tier)
+        seconds = None if line is None else line.seconds(block_count)
+        return block_count * self._first.get(tier, 0.0) if seconds is None else seconds

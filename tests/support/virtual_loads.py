@@ -1,0 +1,134 @@
+"""A node in virtual time: a tier's link, the link to the engine, and an engine that computes."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from kvtier.policy.link import Link, Load
+from kvtier.policy.load_or_recompute import (
+    LoadRule,
+    OnboardChoice,
+    OnboardWish,
+    copied,
+    lower_counts,
+)
+from kvtier.types import TierName
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024  # Of an 8B model.
+
+
+@dataclass(slots=True)
+class VirtualLink:
+    """One load after another."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    free_at: float = 0.0
+
+    def seconds(self, block_count: int) -> float:
+        if block_count == 0:
+            return 0.0
+        return self.latency_seconds + block_count * BLOCK_BYTES / self.bytes_per_second
+
+    def end_of(self, block_count: int, now: float) -> float:
+        self.free_at = max(self.free_at, now) + self.seconds(block_count)
+        return self.free_at
+
+    def queue_seconds(self, now: float) -> float:
+        return max(0.0, self.free_at - now)
+
+
+class VirtualNode:
+    """Requests whose prefixes lie in one lower tier, behind what is in memory of them."""
+
+    def __init__(self, tier_bytes_per_second: float, token_seconds: float) -> None:
+        self.tier = VirtualLink(tier_bytes_per_second, 0.001)
+        self.copies = VirtualLink(25e9, 0.0005)
+        self.token_seconds = token_seconds
+        # Told before anything is measured; it may be wrong by far.
+        self.rule = LoadRule(BLOCK_TOKENS, Link({TierName.NVME: BLOCK_BYTES / 1e9}))
+        self.rule.token_seconds = token_seconds
+        self.now = 0.0
+        self.waited_seconds: list[float] = []  # Of each, until its first token.
+        self.regret = dict.fromkeys(OnboardChoice, 0.0)  # The simulator's own count.
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    @property
+    def mean_seconds(self) -> float:
+        """To a first token."""
+        return sum(self.waited_seconds) / len(self.waited_seconds)
+
+    def run(
+        self, wish: OnboardWish, request_count: int, *, gap_seconds: float, seed: int = 1
+    ) -> None:
+        """Requests come `gap_seconds` apart in the mean; ends when the last one has its token."""
+        chance = random.Random(seed)
+        at = self.now
+        for number in range(request_count):
+            at += chance.expovariate(1 / gap_seconds)
+            lower_count, memory_share = int(2 ** chance.uniform(2, 9)), chance.choice((0, 0, 0.5))
+            self._run_until(at)
+            self._arrive(f"{seed} {number}", int(memory_share * lower_count), lower_count, wish)
+        self._run_until(float("inf"))
+
+    def _run_until(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        if until != float("inf"):
+            self.now = until
+
+    def _arrive(self, name: str, memory_count: int, lower_count: int, wish: OnboardWish) -> None:
+        rule, asked_at = self.rule, self.now
+        runs = ((TierName.DRAM, memory_count), (TierName.NVME, lower_count))
+        all_count = memory_count + lower_count
+        whole = self._whole_seconds(memory_count, lower_count)
+        depth = rule.choose(name, runs, self.now, wish)
+        lower, promoted_count = lower_counts(runs, depth), max(0, depth - memory_count)
+        if depth == 0:
+            self._count(name, depth, all_count, 0.0, whole)
+            return
+
+        def on_promoted(load: Load | None) -> None:
+            if load is not None:
+                rule.promoting.end(load, lower, self.now)
+            copy = rule.copying.begin(copied(depth), self.now)
+            self._after(self.copies.end_of(depth, self.now), lambda: on_copied(copy))
+
+        def on_copied(load: Load) -> None:
+            rule.copying.end(load, copied(depth), self.now)
+            self._count(name, depth, all_count, self.now - asked_at, whole)
+
+        if promoted_count:
+            promotion = rule.promoting.begin(lower, self.now)
+            end = self.tier.end_of(promoted_count, self.now)
+            self._after(end, lambda: on_promoted(promotion))
+        else:
+            on_promoted(None)
+
+    def _whole_seconds(self, memory_count: int, lower_count: int) -> float:
+        """What it takes to load it all now, by the true speeds."""
+        count, now = memory_count + lower_count, self.now
+        lower = self.tier.queue_seconds(now) + self.tier.seconds(lower_count)
+        return lower + self.copies.seconds(count) + self.copies.queue_seconds(now)
+
+    def _count(self, name: str, depth: int, all_count: int, seconds: float, whole: float) -> None:
+        """The simulator's own count of what it took, and of what it regrets."""
+        block_seconds = BLOCK_TOKENS * self.token_seconds
+        took = seconds + (all_count - depth) * block_seconds
+        others = [all_count * block_seconds] if depth else [whole]
+        if 0 < depth < all_count:
+            others.append(whole)
+        made = OnboardChoice.LOAD if depth else OnboardChoice.RECOMPUTE
+        self.regret[made] += max(0.0, took - min(others))
+        self.waited_seconds.append(took)
+        self.rule.settle(name, depth, seconds)
+
+    def _after(self, at: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), event))

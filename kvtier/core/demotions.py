@@ -29,8 +29,11 @@ from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.retiring import Retiring
 from kvtier.core.runs import runs_of
+from kvtier.core.segment_shares import SegmentShares
 from kvtier.core.settings import LowerSettings
-from kvtier.core.write_budget import HOUR_SECONDS, WriteBudget
+from kvtier.core.tenancy import Tenancy, Turns
+from kvtier.core.write_budget import HOUR_SECONDS
+from kvtier.core.write_shares import WriteShares
 from kvtier.policy.admission import Admission, least_probability
 from kvtier.policy.eviction import ForecastingPolicy
 from kvtier.types import BlockHash, NamespaceId, RemovedFor, TierName
@@ -46,6 +49,10 @@ _GATHERED_MAX = 8
 _SEGMENTS_FOR_SPARE = 3
 
 
+_Queue = deque[tuple[NamespaceId, int]]
+_Waiting = dict[str, _Queue]
+
+
 @dataclass(slots=True)
 class _UnderWay:
     index: PrefixIndex
@@ -57,15 +64,22 @@ class Demotions:
     """Part of the block manager, with its own slice of its state."""
 
     def __init__(
-        self, namespaces: Mapping[NamespaceId, Residency], lower: LowerTier, settings: LowerSettings
+        self,
+        namespaces: Mapping[NamespaceId, Residency],
+        lower: LowerTier,
+        settings: LowerSettings,
+        tenancy: Tenancy,
     ) -> None:
         self._namespaces = namespaces
         self._lower = lower
         self._settings = settings
+        self._segments = SegmentShares(lower, tenancy)
         self.retiring = Retiring(lower, wait_seconds=settings.retire_wait_seconds)
-        self.budget = WriteBudget(bytes_per_hour=settings.write_bytes_per_hour)
-        self._admitted: deque[tuple[NamespaceId, int]] = deque()
-        self._spare: deque[tuple[NamespaceId, int]] = deque()
+        self.budget = WriteShares(tenancy.budgets, bytes_per_hour=settings.write_bytes_per_hour)
+        self._turns = Turns(tenancy)
+        # Those that wait, by tenant.
+        self._admitted: _Waiting = {}
+        self._spare: _Waiting = {}
         self._under_way: dict[int, _UnderWay] = {}  # By the slot below.
         self._sequence = 0
         self.under_way_bytes = 0
@@ -76,7 +90,7 @@ class Demotions:
 
     @property
     def waiting_count(self) -> int:
-        return len(self._admitted) + len(self._spare)
+        return sum(map(len, (*self._admitted.values(), *self._spare.values())))
 
     @property
     def under_way_count(self) -> int:
@@ -127,7 +141,7 @@ class Demotions:
 
     def _ask(
         self,
-        queue: deque[tuple[NamespaceId, int]],
+        waiting: _Waiting,
         flag: np.uint8,
         residency: Residency,
         rows: Rows,
@@ -142,11 +156,12 @@ class Demotions:
         mine = rows[fresh]
         columns.flags[mine] |= flag
         namespace = residency.facts.namespace
+        queue = waiting.setdefault(residency.facts.tenant, deque())
         queue.extend((namespace, row) for row in mine.tolist())
         while len(queue) > _WAITING_MAX:
             self._pop(queue, flag)
 
-    def _pop(self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8) -> None:
+    def _pop(self, queue: _Queue, flag: np.uint8) -> None:
         namespace, row = queue.popleft()
         flags = self._lower.columns(self._namespaces[namespace].index).flags
         if row < len(flags):
@@ -181,36 +196,60 @@ class Demotions:
         return found
 
     def _begin_next(self, now: float) -> list[ins.Instruction]:
-        if not self.budget.may_write():
-            return []
-        queues = [(self._admitted, RowFlag.ADMITTED)]
-        if self.budget.has_spare() or self._forecasts(self._spare) is not None:
-            queues.append((self._spare, RowFlag.SPARE))
-        for queue, flag in queues:
-            for _ in range(_GATHERED_MAX):
-                if not queue:
-                    break
-                self._refuse_unlikely(queue, flag)
-                residency, rows = self._gather(queue, flag)
-                if not len(rows):
-                    continue  # All of them have gone, or gone down, or shall not.
-                segments = self._lower.book.segment_count
-                kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
-                found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
-                if begun_count < len(rows):
-                    self._put_back(queue, flag, residency, rows[begun_count:])
-                    self.retiring.begin(now)
-                return found or self._begin_again()
+        stuck: set[str] = set()  # They have blocks, and no slots for them.
+        for waiting, flag in ((self._admitted, RowFlag.ADMITTED), (self._spare, RowFlag.SPARE)):
+            for tenant in self._turns.order(one for one, queue in waiting.items() if queue):
+                if tenant in stuck or not self._may_write(tenant, waiting[tenant], flag):
+                    continue
+                found = self._begin_of(tenant, waiting[tenant], flag, now)
+                if found:
+                    return found
+                if found is not None:
+                    stuck.add(tenant)
         return []
 
-    def _forecasts(self, queue: deque[tuple[NamespaceId, int]]) -> ForecastingPolicy | None:
+    def _may_write(self, tenant: str, queue: _Queue, flag: np.uint8) -> bool:
+        if not self.budget.may_write(tenant):
+            return False
+        is_spare = flag == RowFlag.SPARE
+        has_spare = self.budget.has_spare(tenant) or self._forecasts(queue) is not None
+        return has_spare or not is_spare
+
+    def make_room(self, tenant: str, now: float) -> None:
+        """The tenant needs a segment, and there is none to be bound."""
+        if self.retiring.may_begin:
+            self.retiring.begin(now, self._segments.to_retire(tenant, now))
+
+    def _begin_of(
+        self, tenant: str, queue: _Queue, flag: np.uint8, now: float
+    ) -> list[ins.Instruction] | None:
+        """The next blocks of one tenant; None where all that wait have gone."""
+        for _ in range(_GATHERED_MAX):
+            if not queue:
+                break
+            self._refuse_unlikely(queue, flag)
+            residency, rows = self._gather(queue, flag)
+            if not len(rows):
+                continue  # All of them have gone, or gone down, or shall not.
+            segments = self._lower.book.segment_count
+            kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
+            if not self._segments.may_bind(tenant):
+                kept_count = segments
+            found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
+            if begun_count < len(rows):
+                self._put_back(queue, flag, residency, rows[begun_count:])
+                self.make_room(tenant, now)
+            return found or self._begin_again()
+        return None
+
+    def _forecasts(self, queue: _Queue) -> ForecastingPolicy | None:
         """Who tells whether what waits there first will be used again."""
         if not queue or self._settings.admission is not Admission.FORECAST:
             return None
         policy = self._namespaces[queue[0][0]].policy
         return policy if isinstance(policy, ForecastingPolicy) else None
 
-    def _refuse_unlikely(self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8) -> None:
+    def _refuse_unlikely(self, queue: _Queue, flag: np.uint8) -> None:
         """Of those that wait first, let go who is not worth the write; what was used twice is,
         unless nobody will use it. They may ask again at their next use."""
         policy = self._forecasts(queue)
@@ -225,16 +264,15 @@ class Demotions:
         rows = rows[(flags[rows] & flag) != 0]
         seconds = HOUR_SECONDS * self._lower.book.capacity_bytes / self.budget.bytes_per_hour
         likely = policy.reuse_probabilities(rows, seconds)
-        least = least_probability(self.budget.share)
-        if flag == RowFlag.ADMITTED or self.budget.share > 1.0:
+        share = self.budget.share(self._namespaces[namespace].facts.tenant)
+        least = least_probability(share)
+        if flag == RowFlag.ADMITTED or share > 1.0:
             least = 0.0
         refused = rows[(likely < least) & (index.uses[rows] < 2) | (likely <= 0)]
         flags[refused] &= ~flag  # So their turn passes over them.
         self.refused_count += len(refused)
 
-    def _gather(
-        self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8
-    ) -> tuple[Residency, Rows]:
+    def _gather(self, queue: _Queue, flag: np.uint8) -> tuple[Residency, Rows]:
         """The next blocks of one namespace, with the parents that they need; flagged DEMOTING."""
         namespace = queue[0][0]
         residency = self._namespaces[namespace]
@@ -280,7 +318,7 @@ class Demotions:
 
     def _put_back(
         self,
-        queue: deque[tuple[NamespaceId, int]],
+        queue: _Queue,
         flag: np.uint8,
         residency: Residency,
         rows: Rows,
@@ -320,7 +358,8 @@ class Demotions:
             self._under_way[slot] = _UnderWay(index, row, block)
         length_bytes = count * facts.layout.slot_bytes
         self.under_way_bytes += length_bytes
-        self.budget.take(length_bytes)
+        self.budget.take(facts.tenant, length_bytes)
+        self._turns.charge(facts.tenant, length_bytes)
         slots, hashes = residency.tier.slots_of(places), residency.hashes_of(mine)
         found.append(ins.Demote(facts.namespace, slots, reserved.slots, hashes, self._lower.tier))
         return found, count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtier.core.tenancy import TenantBudget
 from kvtier.policy.admission import Admission
 from kvtier.types import TierName
 
@@ -68,6 +69,8 @@ class ManagerConfig:
     evict_slice_blocks: int = 256
     # Sweeping takes about 5 µs a block that was in both tiers.
     swept_slice_blocks: int = 512
+    # What tenants may have; those that are not named may have everything.
+    tenants: Mapping[str, TenantBudget] = field(default_factory=dict)
     # The tiers below memory that there may be, the fastest first; each counts once it is opened.
     lower: Mapping[TierName, LowerSettings] = field(
         default_factory=lambda: {TierName.NVME: LowerSettings()}

@@ -28,11 +28,19 @@ class WriteBudget:
         """The pool has so much room that nothing was ever written to."""
         self._free_bytes = free_bytes
 
-    def tell(self, now: float) -> None:
+    def tell(self, now: float) -> float:
+        """What time has earned beyond what may be saved up."""
+        earned = 0.0
         if self._told_at is not None:
             earned = (now - self._told_at) * self._bytes_per_second
-            self._left_bytes = min(self._burst_bytes, self._left_bytes + earned)
         self._told_at = now
+        return self.add(earned)
+
+    def add(self, length_bytes: float) -> float:
+        """So many more may be written; those beyond what may be saved up."""
+        room = self._burst_bytes - self._left_bytes
+        self._left_bytes += min(room, length_bytes)
+        return max(0.0, length_bytes - room)
 
     def may_write(self) -> bool:
         return self.left_bytes > 0

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from kvtier.core.events import Event
 from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import BadRequest
 from kvtier.recording.decisions import DIGEST_BYTES, MARK_BYTES
 from kvtier.recording.values import Decoder, forms
@@ -213,8 +214,9 @@ def _manager_config(values: Mapping[str, Any]) -> ManagerConfig:
         TierName(name): LowerSettings(**_typed(LowerSettings, one))
         for name, one in rest.pop("lower").items()
     }
+    tenants = {name: TenantBudget(**one) for name, one in rest.pop("tenants").items()}
     rest["key_salt"] = b""
-    return ManagerConfig(**_typed(ManagerConfig, rest), lower=lower)
+    return ManagerConfig(**_typed(ManagerConfig, rest), lower=lower, tenants=tenants)
 
 
 def _typed(kind: type[LowerSettings | ManagerConfig], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def forecasting(likely: float, spent_share: float) -> TieredStory:
     )
     budget = story.world.manager._ladder.rungs[TierName.NVME].demotions.budget
     budget.fill(0)
-    budget.take(int(spent_share * 100 * SLOT_BYTES))
+    budget.take("", int(spent_share * 100 * SLOT_BYTES))
     return story
 
 

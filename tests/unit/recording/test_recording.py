@@ -14,6 +14,7 @@ from kvtier.core.instructions import Instruction
 from kvtier.core.manager import BlockManager
 from kvtier.core.salting import SALT_BYTES, salted
 from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import BadRequest, KVTierError
 from kvtier.policy.admission import Admission
 from kvtier.policy.curves import CurvesPolicy
@@ -30,7 +31,12 @@ from tests.support.forms import rounds
 from tests.support.known_blocks import chain_hashes
 
 SALT = bytes(range(SALT_BYTES))
-MANAGER = ManagerConfig(slab_bytes=1 << 20, slab_count_max=4, key_salt=SALT)
+MANAGER = ManagerConfig(
+    slab_bytes=1 << 20,
+    slab_count_max=4,
+    key_salt=SALT,
+    tenants={"red": TenantBudget(0.25, 0.5, 2.0, 0)},
+)
 
 
 def plan_for(folder: Path, manager: ManagerConfig, policy: str, number: int = 0) -> RecordingPlan:

@@ -1,10 +1,10 @@
 """What paging saves: waste by allocator, sharing, batching and preemption, block sizes.
 
-Everything but the beams is in virtual time, by the engine's own pool and scheduler on seeded
-lengths: the figures say what the design does, not how fast a machine is. Progress goes to standard
-error, one JSON object to standard output.
+Everything but SmolLM2's answers is in virtual time, by the engine's own pool and scheduler on
+seeded lengths: the figures say what the design does, not how fast a machine is. Progress goes to
+standard error, one JSON object to standard output.
 
-    python -m benchmarks.paging --json [--beams N]
+    python -m benchmarks.paging --json [--questions N]
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ Result = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--json", action="store_true", help="print the figures; always so")
-    parser.add_argument("--beams", type=int, default=2, help="prompts for SmolLM2's beams; 0: none")
+    parser.add_argument("--questions", type=int, default=4, help="to SmolLM2, up to 6; 0: none")
     args = parser.parse_args()
     began_at = time.monotonic()
     result: Result = {
@@ -97,8 +97,8 @@ def main() -> None:
         "throughput": study_throughput(),
         "block_sizes": study_block_sizes(),
     }
-    if args.beams:
-        result["sharing"]["Alpaca-like"]["beam search"] = study_beams(args.beams)
+    if args.questions:
+        result["sharing_model"] = study_model(args.questions)
     sharegpt = result["waste"]["ShareGPT-like"]
     result["targets"] = {
         "max_length_waste": target(
@@ -107,6 +107,7 @@ def main() -> None:
         "paged_waste": target(sharegpt["paged, B = 16"]["wasted_share"], at_most=0.04),
     }
     result["seconds"] = round(time.monotonic() - began_at, 1)
+    result["cpu_seconds"] = round(time.process_time(), 1)
     print(json.dumps(result, indent=1))
     paging_plot.write(result)
 
@@ -189,15 +190,11 @@ def study_sharing() -> Result:
     return figures
 
 
-def study_beams(prompt_count: int) -> Result:
-    """The same for beams of the real model, which decides how long they stay together."""
-    from benchmarks.paging_beams import shared_share
+def study_model(question_count: int) -> Result:
+    """The same where SmolLM2 answers, which decides how long beams stay together."""
+    from benchmarks.paging_model import study
 
-    shares = {}
-    for width in (2, 4, 6):
-        say(f"sharing: {width} beams of SmolLM2")
-        shares[f"k = {width}"] = shared_share(LENGTHS["Alpaca-like"], width, prompt_count, SEED)
-    return shares
+    return study(LENGTHS["Alpaca-like"], question_count, SEED, say)
 
 
 def study_chats(chat_count: int = 40, turn_count: int = 4) -> Result:

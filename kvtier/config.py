@@ -11,37 +11,36 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
+from kvtier.config_cxl import CxlConfig, check_cxl
 from kvtier.config_events import EventsConfig, check_events
 from kvtier.config_recorder import RecorderConfig
 from kvtier.config_remote import RemoteConfig, check_remote
 from kvtier.config_restart import RestartConfig, check_restart
+from kvtier.config_tenant import SHARED, TenantConfig, check_tenants
 from kvtier.config_values import (
-    ANY_NODE,
     AUTO,
     Address,
+    AdmissionRule,
     Choice,
     Count,
-    Emulation,
-    EmulationValue,
     Fraction,
     Kind,
-    NodeNumber,
     NodeNumbers,
     Paths,
     PathValue,
     Seconds,
     Size,
-    Switch,
     Text,
     option,
 )
 from kvtier.errors import ConfigError
 
+TENANT = "tenant"
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -74,18 +73,20 @@ class ServerConfig:
     sessions_max: int = option(
         256,
         Count(1, 4096),
-        "Sessions at once, lost ones included until their process is proven dead. Each holds "
-        "two file descriptors.",
+        "Sessions of a tenant at once, lost ones included until their process is proven dead. "
+        "Each holds two file descriptors.",
     )
-    namespaces_max: int = option(256, Count(1, 4096), "Namespaces in one life of the daemon.")
-    watchers_max: int = option(32, Count(1, 1024), "Watch calls at once.")
+    namespaces_max: int = option(
+        256, Count(1, 4096), "Namespaces of a tenant in one life of the daemon."
+    )
+    watchers_max: int = option(32, Count(1, 1024), "Watch calls of a tenant at once.")
     watch_events_max: int = option(
         1024,
         Count(16, 65536),
         "Events a slow watcher may be behind before it loses some and is told so.",
     )
     puts_max: int = option(
-        8, Count(1, 256), "Put and Get calls at once: each holds slots for its client."
+        8, Count(1, 256), "Put and Get calls of a tenant at once: each holds slots for its client."
     )
 
 
@@ -134,56 +135,6 @@ class DramConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CxlConfig:
-    """The CXL tier, below DRAM and above NVMe; there is one with `node`, `dax` or `emulate` set."""
-
-    node: int = option(
-        ANY_NODE,
-        NodeNumber("none"),
-        "NUMA node without processors that is the tier; `kvtier probe` lists them.",
-    )
-    dax: str = option(
-        "",
-        PathValue(),
-        "Device such as /dev/dax0.0 that is the tier. One that holds somebody else's bytes is "
-        "refused, see `kvtier format`.",
-    )
-    single_tenant: bool = option(
-        False,
-        Switch(),
-        "All who may connect are one tenant, so that engines may map the node's memory or the "
-        "device, with every block on it; see onboard.",
-    )
-    onboard: str = option(
-        "auto",
-        Choice("auto", "direct", "dram"),
-        "How blocks reach engines: copied into DRAM first, or directly from the tier by engines "
-        "that have mapped it, which needs single_tenant. auto: directly if the tier is read at "
-        "more than half of DRAM's rate.",
-    )
-    emulate: Emulation | None = option(
-        None,
-        EmulationValue(),
-        "Ordinary memory, slowed down to this, is the tier; for tries without CXL memory.",
-    )
-    bytes: int = option(
-        AUTO,
-        Size(2 * MIB, 64 << 40, auto=True),
-        "Memory for blocks. auto: all that the node or the device has; of no use with emulate.",
-    )
-    slab_bytes: int = option(
-        AUTO,
-        Size(2 * MIB, GIB, auto=True),
-        "Size of one slab, as dram.slab_bytes; on a device a multiple of its alignment.",
-    )
-
-    @property
-    def is_set(self) -> bool:
-        """Whether there is to be a CXL tier."""
-        return self.node != ANY_NODE or self.dax != "" or self.emulate is not None
-
-
-@dataclass(frozen=True, slots=True)
 class NvmeConfig:
     """The NVMe tier: files or block devices that `kvtier format` has made one pool of."""
 
@@ -214,6 +165,13 @@ class NvmeConfig:
         Size(MIB, 1 << 50, auto=True),
         "Blocks written down in an hour, on average: what nobody has used twice takes what is "
         "left of it. auto: the whole pool once a day.",
+    )
+    admission: str = option(
+        "forecast",
+        AdmissionRule(),
+        "Of blocks used once, what is written down. forecast (with dram.policy curves, else as "
+        "all): what is likely to be used again, the likelier the less is left of "
+        "write_bytes_per_hour. all: while half of an hour's bytes is left. reused: nothing.",
     )
     endurance_bytes_per_day: int = option(
         AUTO,
@@ -264,7 +222,7 @@ class GrpcConfig:
         'Loopback address to listen on besides the Unix socket, such as "127.0.0.1:0" '
         '(0: any free port), or "off".',
     )
-    calls_max: int = option(512, Count(1, 65536), "Calls at once; more are refused.")
+    calls_max: int = option(512, Count(1, 65536), "Calls of a tenant at once; more are refused.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +275,7 @@ class Config:
     grpc: GrpcConfig = GrpcConfig()
     admin: AdminConfig = AdminConfig()
     log: LogConfig = LogConfig()
+    tenant: Mapping[str, TenantConfig] = field(default_factory=dict)
 
 
 Section = (
@@ -332,6 +291,7 @@ Section = (
     | GrpcConfig
     | AdminConfig
     | LogConfig
+    | TenantConfig
 )
 
 
@@ -343,7 +303,11 @@ def load(path: Path | None, overrides: Mapping[str, object] | None = None) -> Co
         section, dot, key = name.partition(".")
         if not dot:
             raise ConfigError(f"{name!r} is no option: write SECTION.OPTION, such as dram.bytes")
-        config = _merge(config, {section: {key: value}}, from_text=True)
+        table: dict[str, object] = {key: value}
+        if section == TENANT:
+            tenant, dot, key = key.partition(".")
+            table = {tenant: {key: value}}
+        config = _merge(config, {section: table}, from_text=True)
     _check_together(config)
     return config
 
@@ -366,14 +330,32 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _merge(config: Config, tables: Mapping[str, object], *, from_text: bool) -> Config:
-    sections = {f.name: cast(Section, getattr(config, f.name)) for f in fields(config)}
+    sections: dict[str, object] = {f.name: getattr(config, f.name) for f in fields(config)}
     for name, table in tables.items():
         if name not in sections:
             raise ConfigError(f"unknown section [{name}]{_did_you_mean(name, sections)}")
         if not isinstance(table, Mapping):
             raise ConfigError(f"{name} is a section: write it as a table [{name}]")
-        sections[name] = _merge_section(name, sections[name], table, from_text)
+        if name == TENANT:
+            sections[name] = _merge_tenants(config.tenant, table, from_text)
+            continue
+        section = cast(Section, sections[name])
+        sections[name] = _merge_section(name, section, table, from_text)
     return replace(config, **sections)  # type: ignore[arg-type]  # Keys are the fields' own names.
+
+
+def _merge_tenants(
+    tenants: Mapping[str, TenantConfig], tables: Mapping[str, object], from_text: bool
+) -> Mapping[str, TenantConfig]:
+    merged = dict(tenants)
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"tenant.{name} is a tenant: write it as a table [tenant.{name}]")
+        before = merged.get(name, TenantConfig())
+        merged[name] = cast(
+            TenantConfig, _merge_section(f"{TENANT}.{name}", before, table, from_text)
+        )
+    return merged
 
 
 def _merge_section(
@@ -404,10 +386,11 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"dram.slab_bytes is {dram.slab_bytes}: it may be at most dram.bytes ({dram.bytes})"
         )
-    _check_cxl(config.cxl)
+    check_cxl(config.cxl)
     check_remote(config.remote)
     check_events(config.kv_events)
     check_restart(config.restart)
+    _check_tenants(config)
     real: dict[str, str] = {}
     for path in config.nvme.paths:
         place = os.path.realpath(Path(path).expanduser())
@@ -416,26 +399,19 @@ def _check_together(config: Config) -> None:
         real[place] = path
 
 
-def _check_cxl(cxl: CxlConfig) -> None:
-    given = {
-        "cxl.node": cxl.node != ANY_NODE,
-        "cxl.dax": cxl.dax != "",
-        "cxl.emulate": cxl.emulate is not None,
-    }
-    named = [name for name, is_given in given.items() if is_given]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are set: the tier is one of them")
-    if cxl.emulate is not None and cxl.bytes == AUTO:
-        raise ConfigError("cxl.emulate needs cxl.bytes: there is no memory whose size would do")
-    if cxl.single_tenant and not cxl.dax and cxl.node == ANY_NODE:
-        raise ConfigError("cxl.single_tenant is about cxl.dax and cxl.node: neither is set")
-    if cxl.onboard == "direct" and not cxl.single_tenant:
+def _check_tenants(config: Config) -> None:
+    check_tenants(config.tenant, config.server.tenant, config.server.socket)
+    for name in config.kv_events.tenants:
+        if name not in (*config.tenant, config.server.tenant, SHARED):
+            raise ConfigError(f"kv_events.tenants names {name!r}: no [tenant.{name}] is there")
+    if not config.tenant:
+        return
+    if config.cxl.single_tenant:
+        raise ConfigError("cxl.single_tenant is true, but there are tenants: leave it out")
+    if config.grpc.tcp != "off":
         raise ConfigError(
-            "cxl.onboard is direct: engines would map every tenant's blocks, so it needs "
-            "cxl.single_tenant"
+            "grpc.tcp is set, but nobody can tell whose tenant a TCP client is: leave it off"
         )
-    if cxl.slab_bytes != AUTO and cxl.slab_bytes % (2 * MIB):
-        raise ConfigError(f"cxl.slab_bytes is {cxl.slab_bytes}: it must be a multiple of 2 MiB")
 
 
 def slab_bytes_for(budget_bytes: int) -> int:
@@ -475,8 +451,9 @@ def documentation() -> str:
         "```",
     ]
     for declared in fields(Config):
-        section = cast(Section, declared.default)
-        lines += ["", f"## [{declared.name}]", "", section.__doc__ or "", ""]
+        section = TenantConfig() if declared.name == TENANT else cast(Section, declared.default)
+        title = f"{TENANT}.NAME" if declared.name == TENANT else declared.name
+        lines += ["", f"## [{title}]", "", section.__doc__ or "", ""]
         lines += ["| option | default | may be | meaning |", "| --- | --- | --- | --- |"]
         for entry in fields(section):
             kind = option_kind(cast("Field[object]", entry))

@@ -8,6 +8,7 @@ from kvtier.config_values import (
     Address,
     Choice,
     Count,
+    Names,
     PathValue,
     Size,
     Switch,
@@ -20,7 +21,7 @@ from kvtier.errors import ConfigError
 MIB = 1 << 20
 CHARS_MAX = 256
 BIND_FORMS = '"tcp://127.0.0.1:5557" or "ipc:///run/kvtier/kv-events"'
-TOPIC_FIELDS = ("node", "model")
+TOPIC_FIELDS = ("node", "model", "tenant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,13 @@ class EventsConfig:
     topic: str = option(
         "kv@{node}@{model}",
         Text(CHARS_MAX),
-        "Topic of a model's events. {node} and {model} are put in.",
+        "Topic of a model's events. {node}, {model} and {tenant} are put in.",
+    )
+    tenants: tuple[str, ...] = option(
+        (),
+        Names("tenants"),
+        "Tenants whose blocks are told of, * among them for shared namespaces: whoever reads the "
+        "events learns of all of these. []: that of server.socket.",
     )
     node: str = option("", Text(CHARS_MAX), "What {node} is. Empty: the name of the host.")
     token_ids: bool = option(
@@ -95,11 +102,11 @@ def check_events(config: EventsConfig) -> None:
     if config.replay_bind and config.replay_bind == config.bind:
         raise ConfigError("kv_events.bind and kv_events.replay_bind are one place: choose two")
     try:
-        config.topic.format(node="", model="")
+        config.topic.format(node="", model="", tenant="")
     except (KeyError, IndexError, ValueError, AttributeError):
         raise ConfigError(
             f"kv_events.topic is {config.topic!r}: in braces it may have "
-            f"{' and '.join(TOPIC_FIELDS)} only"
+            f"{', '.join(TOPIC_FIELDS)} only"
         ) from None
 
 

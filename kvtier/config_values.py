@@ -273,6 +273,21 @@ class Choice:
         return str(value)
 
 
+class AdmissionRule(Choice):
+    """How blocks are chosen that may be written down."""
+
+    def __init__(self) -> None:
+        super().__init__("forecast", "all", "reused")
+
+    def check(self, name: str, value: object) -> object:
+        if value in self.words:
+            return value
+        raise ConfigError(
+            f"{name} is {value!r}: it may be {self.describe()}. None draws lots for each block: "
+            "behind a hole a chain is of no use"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text of bounded length."""
@@ -338,6 +353,35 @@ class Paths:
     def show(self, value: object) -> str:
         assert isinstance(value, tuple)
         return f"[{', '.join(repr(path) for path in value)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A list of names; on the command line with commas between them."""
+
+    what: str
+    count_max: int = 256
+
+    def check(self, name: str, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f'{name} is {value!r}: it must be a list such as ["one", "other"]')
+        if not all(isinstance(one, str) and 1 <= len(one) <= 256 for one in value):
+            raise ConfigError(f"{name} has a name that is empty, too long, or no text")
+        if len(value) > self.count_max:
+            raise ConfigError(
+                f"{name} has {len(value)} names: it may have at most {self.count_max}"
+            )
+        return tuple(value)
+
+    def from_text(self, text: str) -> object:
+        return text.split(",") if text else []
+
+    def describe(self) -> str:
+        return f"a list of {self.what}"
+
+    def show(self, value: object) -> str:
+        assert isinstance(value, tuple)
+        return str(list(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def lower_counts(lower: LowerTier, demotions: Demotions, promotions: Promotions)
         reinserted_count=demotions.retiring.again_count,
         reused_segment_count=demotions.retiring.reused_count,
         dropped_count=demotions.retiring.dropped_count,
+        refused_count=demotions.refused_count,
         leased_count=lower.leased_count,
     )
 

@@ -1,10 +1,12 @@
 """Write-behind: blocks are copied to a tier below while they are in memory, so that evicting them
 writes nothing.
 
-Who goes down: blocks used twice and those of a chain that pauses (*admitted*), and all others while
-the write budget has room to spare. A chain goes head first: a block whose parent has no copy brings
-its parents along. Blocks of a segment that is about to be reused go again, once, if they were used
-since they were written (`retiring.py`).
+Who goes down: blocks used twice and those of a chain that pauses (*admitted*); of all others those
+that the eviction policy finds likely to be used again, the likelier the less is left of the write
+budget (policy/admission.py), or, where it cannot tell, all while the budget has room to spare. A
+chain goes head first: a block whose parent has no copy brings its parents along. Blocks of a
+segment that is about to be reused go again, once, if they were used since they were written
+(`retiring.py`).
 
 Invariant: a block is under way at most once; its place is pinned and its new slot reserved until
 Demoted comes.
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -26,8 +29,13 @@ from kvtier.core.replica import ReplicaState
 from kvtier.core.residency import Residency
 from kvtier.core.retiring import Retiring
 from kvtier.core.runs import runs_of
+from kvtier.core.segment_shares import SegmentShares
 from kvtier.core.settings import LowerSettings
-from kvtier.core.write_budget import WriteBudget
+from kvtier.core.tenancy import Tenancy, Turns
+from kvtier.core.write_budget import HOUR_SECONDS
+from kvtier.core.write_shares import WriteShares
+from kvtier.policy.admission import Admission, least_probability
+from kvtier.policy.eviction import ForecastingPolicy
 from kvtier.types import BlockHash, NamespaceId, RemovedFor, TierName
 
 # What waits is bounded: the oldest gives way, and may ask again at its next use.
@@ -41,6 +49,10 @@ _GATHERED_MAX = 8
 _SEGMENTS_FOR_SPARE = 3
 
 
+_Queue = deque[tuple[NamespaceId, int]]
+_Waiting = dict[str, _Queue]
+
+
 @dataclass(slots=True)
 class _UnderWay:
     index: PrefixIndex
@@ -52,25 +64,33 @@ class Demotions:
     """Part of the block manager, with its own slice of its state."""
 
     def __init__(
-        self, namespaces: Mapping[NamespaceId, Residency], lower: LowerTier, settings: LowerSettings
+        self,
+        namespaces: Mapping[NamespaceId, Residency],
+        lower: LowerTier,
+        settings: LowerSettings,
+        tenancy: Tenancy,
     ) -> None:
         self._namespaces = namespaces
         self._lower = lower
         self._settings = settings
+        self._segments = SegmentShares(lower, tenancy)
         self.retiring = Retiring(lower, wait_seconds=settings.retire_wait_seconds)
-        self.budget = WriteBudget(bytes_per_hour=settings.write_bytes_per_hour)
-        self._admitted: deque[tuple[NamespaceId, int]] = deque()
-        self._spare: deque[tuple[NamespaceId, int]] = deque()
+        self.budget = WriteShares(tenancy.budgets, bytes_per_hour=settings.write_bytes_per_hour)
+        self._turns = Turns(tenancy)
+        # Those that wait, by tenant.
+        self._admitted: _Waiting = {}
+        self._spare: _Waiting = {}
         self._under_way: dict[int, _UnderWay] = {}  # By the slot below.
         self._sequence = 0
         self.under_way_bytes = 0
         self.written_bytes = 0
         self.demoted_count = 0
+        self.refused_count = 0  # Blocks that were not worth their write when their turn came.
         self._not_before = 0.0  # Whoever refuses a block is left alone for a moment.
 
     @property
     def waiting_count(self) -> int:
-        return len(self._admitted) + len(self._spare)
+        return sum(map(len, (*self._admitted.values(), *self._spare.values())))
 
     @property
     def under_way_count(self) -> int:
@@ -110,7 +130,7 @@ class Demotions:
         if self._lower.is_writable:
             twice = residency.index.uses[rows] >= 2
             self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
-            if self._settings.copies_unused:
+            if self._settings.admission is not Admission.REUSED:
                 self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
 
     def admit(self, residency: Residency, rows: Rows) -> None:
@@ -121,7 +141,7 @@ class Demotions:
 
     def _ask(
         self,
-        queue: deque[tuple[NamespaceId, int]],
+        waiting: _Waiting,
         flag: np.uint8,
         residency: Residency,
         rows: Rows,
@@ -136,11 +156,12 @@ class Demotions:
         mine = rows[fresh]
         columns.flags[mine] |= flag
         namespace = residency.facts.namespace
+        queue = waiting.setdefault(residency.facts.tenant, deque())
         queue.extend((namespace, row) for row in mine.tolist())
         while len(queue) > _WAITING_MAX:
             self._pop(queue, flag)
 
-    def _pop(self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8) -> None:
+    def _pop(self, queue: _Queue, flag: np.uint8) -> None:
         namespace, row = queue.popleft()
         flags = self._lower.columns(self._namespaces[namespace].index).flags
         if row < len(flags):
@@ -175,30 +196,83 @@ class Demotions:
         return found
 
     def _begin_next(self, now: float) -> list[ins.Instruction]:
-        if not self.budget.may_write():
-            return []
-        queues = [(self._admitted, RowFlag.ADMITTED)]
-        if self.budget.has_spare():
-            queues.append((self._spare, RowFlag.SPARE))
-        for queue, flag in queues:
-            for _ in range(_GATHERED_MAX):
-                if not queue:
-                    break
-                residency, rows = self._gather(queue, flag)
-                if not len(rows):
-                    continue  # All of them have gone, or gone down, since they asked.
-                segments = self._lower.book.segment_count
-                kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
-                found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
-                if begun_count < len(rows):
-                    self._put_back(queue, flag, residency, rows[begun_count:])
-                    self.retiring.begin(now)
-                return found or self._begin_again()
+        stuck: set[str] = set()  # They have blocks, and no slots for them.
+        for waiting, flag in ((self._admitted, RowFlag.ADMITTED), (self._spare, RowFlag.SPARE)):
+            for tenant in self._turns.order(one for one, queue in waiting.items() if queue):
+                if tenant in stuck or not self._may_write(tenant, waiting[tenant], flag):
+                    continue
+                found = self._begin_of(tenant, waiting[tenant], flag, now)
+                if found:
+                    return found
+                if found is not None:
+                    stuck.add(tenant)
         return []
 
-    def _gather(
-        self, queue: deque[tuple[NamespaceId, int]], flag: np.uint8
-    ) -> tuple[Residency, Rows]:
+    def _may_write(self, tenant: str, queue: _Queue, flag: np.uint8) -> bool:
+        if not self.budget.may_write(tenant):
+            return False
+        is_spare = flag == RowFlag.SPARE
+        has_spare = self.budget.has_spare(tenant) or self._forecasts(queue) is not None
+        return has_spare or not is_spare
+
+    def make_room(self, tenant: str, now: float) -> None:
+        """The tenant needs a segment, and there is none to be bound."""
+        if self.retiring.may_begin:
+            self.retiring.begin(now, self._segments.to_retire(tenant, now))
+
+    def _begin_of(
+        self, tenant: str, queue: _Queue, flag: np.uint8, now: float
+    ) -> list[ins.Instruction] | None:
+        """The next blocks of one tenant; None where all that wait have gone."""
+        for _ in range(_GATHERED_MAX):
+            if not queue:
+                break
+            self._refuse_unlikely(queue, flag)
+            residency, rows = self._gather(queue, flag)
+            if not len(rows):
+                continue  # All of them have gone, or gone down, or shall not.
+            segments = self._lower.book.segment_count
+            kept_count = 1 if segments >= _SEGMENTS_FOR_SPARE else 0
+            if not self._segments.may_bind(tenant):
+                kept_count = segments
+            found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
+            if begun_count < len(rows):
+                self._put_back(queue, flag, residency, rows[begun_count:])
+                self.make_room(tenant, now)
+            return found or self._begin_again()
+        return None
+
+    def _forecasts(self, queue: _Queue) -> ForecastingPolicy | None:
+        """Who tells whether what waits there first will be used again."""
+        if not queue or self._settings.admission is not Admission.FORECAST:
+            return None
+        policy = self._namespaces[queue[0][0]].policy
+        return policy if isinstance(policy, ForecastingPolicy) else None
+
+    def _refuse_unlikely(self, queue: _Queue, flag: np.uint8) -> None:
+        """Of those that wait first, let go who is not worth the write; what was used twice is,
+        unless nobody will use it. They may ask again at their next use."""
+        policy = self._forecasts(queue)
+        if policy is None:
+            return
+        namespace = queue[0][0]
+        index = self._namespaces[namespace].index
+        flags = self._lower.columns(index).flags
+        first = [row for one, row in islice(queue, self._settings.batch_blocks) if one == namespace]
+        rows = np.array(first, dtype=np.int32)
+        rows = rows[rows < len(flags)]
+        rows = rows[(flags[rows] & flag) != 0]
+        seconds = HOUR_SECONDS * self._lower.book.capacity_bytes / self.budget.bytes_per_hour
+        likely = policy.reuse_probabilities(rows, seconds)
+        share = self.budget.share(self._namespaces[namespace].facts.tenant)
+        least = least_probability(share)
+        if flag == RowFlag.ADMITTED or share > 1.0:
+            least = 0.0
+        refused = rows[(likely < least) & (index.uses[rows] < 2) | (likely <= 0)]
+        flags[refused] &= ~flag  # So their turn passes over them.
+        self.refused_count += len(refused)
+
+    def _gather(self, queue: _Queue, flag: np.uint8) -> tuple[Residency, Rows]:
         """The next blocks of one namespace, with the parents that they need; flagged DEMOTING."""
         namespace = queue[0][0]
         residency = self._namespaces[namespace]
@@ -244,7 +318,7 @@ class Demotions:
 
     def _put_back(
         self,
-        queue: deque[tuple[NamespaceId, int]],
+        queue: _Queue,
         flag: np.uint8,
         residency: Residency,
         rows: Rows,
@@ -284,7 +358,8 @@ class Demotions:
             self._under_way[slot] = _UnderWay(index, row, block)
         length_bytes = count * facts.layout.slot_bytes
         self.under_way_bytes += length_bytes
-        self.budget.take(length_bytes)
+        self.budget.take(facts.tenant, length_bytes)
+        self._turns.charge(facts.tenant, length_bytes)
         slots, hashes = residency.tier.slots_of(places), residency.hashes_of(mine)
         found.append(ins.Demote(facts.namespace, slots, reserved.slots, hashes, self._lower.tier))
         return found, count

@@ -55,6 +55,7 @@ class Session:
     by_value: bool
     process: Process
     node: int | None = None  # The NUMA node nearest to its device.
+    tenant: str = ""
     live: bool = True
     namespaces: dict[NamespaceId, None] = field(default_factory=dict)
 
@@ -134,11 +135,13 @@ class EngineTable:
         )
         return next(nodes, None)
 
-    @property
-    def scheduler_count(self) -> int:
-        """Live sessions that reserve slots ahead: tools and mere workers never do."""
+    def scheduler_count(self, tenant: str) -> int:
+        """The tenant's live sessions that reserve slots ahead: tools and mere workers never do."""
         return sum(
-            session.live and session.may_hold_slots and session.role is not Role.WORKER
+            session.live
+            and session.tenant == tenant
+            and session.may_hold_slots
+            and session.role is not Role.WORKER
             for session in self._sessions.values()
         )
 
@@ -176,7 +179,14 @@ class EngineTable:
             begins_to_map = maps_slots
         process.current = session
         self._sessions[session] = Session(
-            session, engine, opened.role, opened.shards, opened.by_value, process, opened.node
+            session,
+            engine,
+            opened.role,
+            opened.shards,
+            opened.by_value,
+            process,
+            opened.node,
+            opened.tenant,
         )
         if begins_to_map:
             # A scheduler that does not know yet that its session ended may instruct it too.

@@ -49,6 +49,7 @@ class NamespaceOpened:
     fingerprint: bytes = b""  # Likewise.
     chained: bool = True  # Every block but the first of a prefix needs the one before it.
     block_tokens: int = 16
+    tenant: str = ""  # Who pays for what it takes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class SessionOpened:
     by_value: bool = False
     replaces: SessionId | None = None  # The same process's earlier session, proven by its token.
     node: int | None = None  # The NUMA node nearest to the worker's device; None when not known.
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,7 @@ class LowerOpened:
     tier: TierName = TierName.NVME
     is_direct: bool = False  # Engines may be leased its slots as they are.
     key_id: int = 0  # Of the key that new segments are sealed with; 0 for none.
+    owners: tuple[tuple[bytes, str], ...] = ()  # Fingerprints, each with its tenant.
 
 
 @dataclass(frozen=True, slots=True)

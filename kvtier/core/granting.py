@@ -151,7 +151,7 @@ class Granting:
                 after=after,
                 mapped_from=max(0, event.skip_count - start),
                 usable=self._shares.usable(event.session, event.namespace),
-                limit_count=self._shares.lease_count_max(residency),
+                limit_count=self._shares.lease_count_max(residency, now),
                 now=now,
             )
             self._ladder.note_use(residency, sliced.rows)
@@ -182,7 +182,7 @@ class Granting:
         usable = self.direct.usable(event, residency)
         direct = self.direct.choose(residency, rows, skipped, usable)
         places = _places_of(residency, rows, direct)
-        count, why = self._room(residency, places, direct, skipped, waits=event.wait_until > now)
+        count, why = self._room(residency, places, direct, event, now)
         if count < len(rows):
             rows, places, direct, cut = rows[:count], places[:count], direct[:count], why
         wanted = np.flatnonzero((places == NOBODY) & (direct == NOBODY))
@@ -235,29 +235,31 @@ class Granting:
         residency: Residency,
         places: Places,
         direct: LowerSlots,
-        skipped: int,
-        *,
-        waits: bool,
+        event: ev.Acquire,
+        now: float,
     ) -> tuple[int, Cut]:
         """How many of these blocks may be leased, and what forbids the next one: the limit on
         pins, or that it would have to be waited for."""
         is_direct = direct != NOBODY
-        count = self._pin_room(residency, places, is_direct, skipped)
-        if waits:
+        skipped = max(0, event.skip_count - event.done_count)
+        count = self._pin_room(residency, places, is_direct, skipped, now)
+        if event.wait_until > now:
             return count, Cut.PIN_LIMIT
         there = residency.tier.is_ready(places) | is_direct
         there[:skipped] = True
         ready_count = _leading(there)
         return (count, Cut.PIN_LIMIT) if count <= ready_count else (ready_count, Cut.DEADLINE)
 
-    def _pin_room(self, residency: Residency, places: Places, is_direct: Mask, skipped: int) -> int:
+    def _pin_room(
+        self, residency: Residency, places: Places, is_direct: Mask, skipped: int, now: float
+    ) -> int:
         """How many of these blocks the limit on pins allows, those to be promoted included."""
         fresh = np.ones(len(places), dtype=np.int64)
         held = places >= 0
         fresh[held] = residency.tier.lease_pins[places[held]] == 0
         fresh[:skipped][~held[:skipped]] = 0
         fresh[is_direct] = 0  # They take no slot in memory.
-        room = self._shares.lease_count_max(residency) - residency.tier.leased_count
+        room = self._shares.lease_count_max(residency, now) - residency.tier.leased_count
         return int(np.searchsorted(np.cumsum(fresh), room, side="right"))
 
     def _begin_lease(self, event: ev.Acquire, residency: Residency, now: float) -> Lease | None:
@@ -389,6 +391,11 @@ class Granting:
                 count += 1
                 self.end(lease)
         return [*self._drop_unwanted(), ins.LeasesEnded(count)]
+
+    def namespace_of(self, lease: LeaseId) -> NamespaceId | None:
+        """None for a lease that there is not."""
+        found = self.leases.get(lease)
+        return None if found is None else found.namespace
 
     def end(self, lease: LeaseId) -> None:
         ended = self.leases.end(lease)

@@ -20,6 +20,7 @@ from kvtier.core.residency import Residency
 from kvtier.core.settings import LowerSettings
 from kvtier.core.slices import Lost
 from kvtier.core.slots import Slots
+from kvtier.core.tenancy import Tenancy
 from kvtier.types import NamespaceId, RemovedFor, TierName
 
 Mask = npt.NDArray[np.bool_]
@@ -41,12 +42,13 @@ class Ladder:
         self,
         namespaces: Mapping[NamespaceId, Residency],
         settings: Mapping[TierName, LowerSettings],
+        tenancy: Tenancy,
     ) -> None:
         self._namespaces = namespaces
         self.rungs: dict[TierName, Rung] = {}
         for tier, its in settings.items():
             lower = LowerTier(tier, namespaces)
-            self.rungs[tier] = Rung(lower, Demotions(namespaces, lower, its), its)
+            self.rungs[tier] = Rung(lower, Demotions(namespaces, lower, its, tenancy), its)
 
     # ------------------------------------------------------------------------------- questions
 

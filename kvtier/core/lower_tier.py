@@ -38,6 +38,7 @@ class LowerTier:
         self._book: SegmentBook | None = None
         self._row_of: dict[int, Rows] = {}  # By segment: the row of each slot's block.
         self._namespace_of: dict[bytes, NamespaceId] = {}  # By fingerprint.
+        self._owners: Mapping[bytes, str] = {}  # Of namespaces of former lives.
         self.is_writable = False
         self.is_readable = False
         self.is_direct = False  # Slots may be leased as they are, see direct.py.
@@ -60,6 +61,11 @@ class LowerTier:
         found = self._namespace_of.get(fingerprint)
         return None if found is None else self._namespaces[found]
 
+    def tenant_of(self, fingerprint: bytes) -> str | None:
+        """Whose the namespace is; None for one that nobody knows any more."""
+        residency = self.residency_of(fingerprint)
+        return self._owners.get(fingerprint) if residency is None else residency.facts.tenant
+
     def has_room_for(self, residency: Residency) -> bool:
         """Whether the namespace's blocks can lie here: one larger than a segment cannot."""
         facts = residency.facts
@@ -81,6 +87,7 @@ class LowerTier:
             key_id=event.key_id,
         )
         self._book.adopt(event.lives)
+        self._owners = dict(event.owners)
         self.is_readable = True
         self.is_writable = event.is_writable
         self.is_direct = event.is_direct

@@ -61,11 +61,12 @@ class BlockManager:
             slab_bytes=config.slab_bytes, slab_count_max=config.slab_count_max
         )
         self._shares = Shares(self._ledger, self._namespaces, self._engines, config)
-        self._ladder = Ladder(self._namespaces, config.lower)
+        self._ladder = Ladder(self._namespaces, config.lower, self._shares.tenancy)
         self._promotions = Promotions(self._namespaces, self._ladder, self._shares)
         self._granting = Granting(
             self._namespaces, self._engines, self._shares, self._promotions, self._ladder, config
         )
+        self.lease_namespace = self._granting.namespace_of
         self._committing = Committing(
             self._namespaces, self._engines, self._shares, self._ladder, config
         )
@@ -208,6 +209,7 @@ class BlockManager:
                 event.fingerprint,
                 chained=event.chained,
                 block_tokens=event.block_tokens,
+                tenant=event.tenant,
                 block_count_max=self._ledger.slab_count_max // event.shard_count * set_slot_count,
                 key_salt=self._config.key_salt,
             ),
@@ -422,7 +424,7 @@ class BlockManager:
         rung = self._ladder.rungs[event.tier]
         found, is_short = rung.lower.on_blocks_found(event)
         if is_short:
-            rung.demotions.retiring.begin(now)
+            rung.demotions.make_room(self._residency(event.namespace).facts.tenant, now)
         return [*found, *self._move(now)]
 
     def _on_lower_changed(self, event: ev.LowerChanged, now: float) -> list[ins.Instruction]:

@@ -19,6 +19,7 @@ class NamespaceFacts:
     chained: bool = True  # False: every block is there or not by itself.
     block_tokens: int = 16
     block_count_max: int = 0  # As many as memory may ever hold.
+    tenant: str = ""
     key_salt: bytes = b""  # Of what policies know blocks by.
 
     @property

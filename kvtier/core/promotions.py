@@ -2,8 +2,9 @@
 
 Slots are taken when a promotion is asked for, all of them at once; each block comes from the
 fastest tier that has it. The reads begin as that tier's limit allows: first what somebody waits
-for, largest saving first, then prefetches, then blocks of a segment that retires. What nobody waits
-for any more before its read began is dropped.
+for, then prefetches, then blocks of a segment that retires; among those tenants of a higher
+priority, then round by weight, and of one tenant the largest saving. What nobody waits for any more
+before its read began is dropped.
 
 Invariant: while a block is promoted its place is RESERVED by the daemon and names its row, and its
 slot in the tier below is pinned, until Promoted comes.
@@ -29,6 +30,7 @@ from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.segments import Slots
 from kvtier.core.shares import Shares
+from kvtier.core.tenancy import Tenancy, Turns
 from kvtier.core.tiers import DAEMON_OWNER
 from kvtier.types import Cut, NamespaceId, RemovedFor, SessionId, TierName
 
@@ -68,7 +70,9 @@ class _Queue:
     """What is asked of one tier."""
 
     rung: Rung
-    asked: list[tuple[int, int, int, _Asked]] = field(default_factory=list)  # A heap.
+    tenancy: Tenancy
+    turns: Turns
+    heaps: dict[str, list[tuple[int, int, int, _Asked]]] = field(default_factory=dict)
     under_way_bytes: int = 0
     under_way_count: int = 0
     waiting_bytes: int = 0  # Asked for, and not begun.
@@ -77,14 +81,33 @@ class _Queue:
     def may_begin(self) -> bool:
         settings = self.rung.settings
         return (
-            bool(self.asked)
+            any(self.heaps.values())
             and self.under_way_bytes < settings.transfer_bytes_max
             and self.under_way_count < settings.transfer_blocks_max
         )
 
     def waiting(self) -> list[tuple[_Asked, int]]:
         """What has blocks that have not begun, and how many."""
-        return [(one, len(one.places) - one.begun_count) for _, _, _, one in self.asked]
+        return [(one, len(one.places) - one.begun_count) for one in self.asked()]
+
+    def asked(self) -> list[_Asked]:
+        return [one for heap in self.heaps.values() for _, _, _, one in heap]
+
+    def push(self, number: int, asked: _Asked) -> None:
+        """`number`: rises with every call."""
+        heap = self.heaps.setdefault(asked.residency.facts.tenant, [])
+        heapq.heappush(heap, (asked.want, -len(asked.places), number, asked))
+
+    def next_tenant(self) -> str:
+        """Whose turn it is."""
+        names = [tenant for tenant, heap in self.heaps.items() if heap]
+        if len(names) == 1:
+            return names[0]
+        return min(names, key=self._rank)
+
+    def _rank(self, tenant: str) -> tuple[int, int, float, str]:
+        want = self.heaps[tenant][0][0]
+        return want, self.tenancy.budget(tenant).priority, self.turns.level(tenant), tenant
 
 
 class Promotions:
@@ -96,7 +119,10 @@ class Promotions:
         self._namespaces = namespaces
         self._ladder = ladder
         self._shares = shares
-        self._queues = {tier: _Queue(rung) for tier, rung in ladder.rungs.items()}
+        tenancy = shares.tenancy
+        self._queues = {
+            tier: _Queue(rung, tenancy, Turns(tenancy)) for tier, rung in ladder.rungs.items()
+        }
         self._asked_count = 0
         self.promoted_count = 0
 
@@ -198,8 +224,8 @@ class Promotions:
         if not len(places) or not (residency.tier.state[places] == ReplicaState.RESERVED).any():
             return
         for queue in self._queues.values():
-            for want, _, _, asked in list(queue.asked):
-                if want == Want.LEASE or asked.residency is not residency:
+            for asked in queue.asked():
+                if asked.want is Want.LEASE or asked.residency is not residency:
                     continue
                 begun = asked.begun_count
                 mine = np.isin(asked.places[begun:], places)
@@ -212,8 +238,7 @@ class Promotions:
         self, queue: _Queue, want: Want, residency: Residency, lower_slots: Slots, places: Places
     ) -> None:
         self._asked_count += 1
-        asked = _Asked(want, residency, lower_slots, places)
-        heapq.heappush(queue.asked, (want, -len(places), self._asked_count, asked))
+        queue.push(self._asked_count, _Asked(want, residency, lower_slots, places))
 
     def on_prefetch(self, event: ev.Prefetch, now: float) -> list[ins.Instruction]:
         """A slice: the leading blocks in memory are counted, those behind them asked for."""
@@ -223,7 +248,7 @@ class Promotions:
         rows, cut = residency.straight_rows(part, event.hashes[start - 1] if start else None)
         residency.keep(rows, now)  # Or room is made by evicting what they follow.
         absent = rows[residency.index.place[rows] == NOBODY]
-        room = max(0, self._prefetch_room_bytes() // residency.facts.block_bytes)
+        room = max(0, self._prefetch_room_bytes(residency, now) // residency.facts.block_bytes)
         places, found = self.ask(residency, absent[:room], want=Want.PREFETCH, now=now)
         found.extend(self.pump(now))
         promoting_count = event.promoting_count + len(places)
@@ -239,18 +264,29 @@ class Promotions:
     ) -> list[ins.Instruction]:
         """Have these promoted that nobody waits for, within what prefetches may, to where the
         session's engine can read them."""
-        room = max(0, self._prefetch_room_bytes() // residency.facts.block_bytes)
+        room = max(0, self._prefetch_room_bytes(residency, now) // residency.facts.block_bytes)
         rows = rows[:room]
         _, found = self.ask(residency, rows, want=Want.PREFETCH, session=session, now=now)
         return found
 
-    def _prefetch_room_bytes(self) -> int:
+    def _prefetch_room_bytes(self, residency: Residency, now: float) -> int:
         fraction_max = max(
             (queue.rung.settings.prefetch_fraction_max for queue in self._queues.values()),
             default=0.0,
         )
         taken_bytes = sum(one.waiting_bytes + one.under_way_bytes for one in self._queues.values())
-        return int(self._shares.pool_bytes * fraction_max) - taken_bytes
+        room_bytes = int(self._shares.pool_bytes * fraction_max) - taken_bytes
+        if self._shares.tenancy.is_alone:
+            return room_bytes
+        tenant = residency.facts.tenant
+        mine_bytes = sum(
+            _bytes(one.residency, count)
+            for queue in self._queues.values()
+            for one, count in queue.waiting()
+            if one.residency.facts.tenant == tenant
+        )
+        own_bytes = int(self._shares.share_bytes(tenant, now) * fraction_max)
+        return min(room_bytes, own_bytes - mine_bytes)
 
     # --------------------------------------------------------------------------------- beginning
 
@@ -264,10 +300,11 @@ class Promotions:
                 if absent is not None:
                     found.extend(self._ask_again(rung, *absent, now))
             while queue.may_begin:
-                _, _, _, asked = queue.asked[0]
+                heap = queue.heaps[queue.next_tenant()]
+                _, _, _, asked = heap[0]
                 found.extend(self._begin_batch(queue, asked))
                 if asked.begun_count == len(asked.places):
-                    heapq.heappop(queue.asked)
+                    heapq.heappop(heap)
         return found
 
     def _ask_again(
@@ -299,6 +336,7 @@ class Promotions:
         places, lower_slots = places[wanted], lower_slots[wanted]
         if not len(places):
             return found
+        queue.turns.charge(residency.facts.tenant, _bytes(residency, len(places)))
         queue.under_way_bytes += _bytes(residency, len(places))
         queue.under_way_count += len(places)
         slots, hashes = tier.slots_of(places), residency.hashes_of(tier.row[places])
@@ -309,7 +347,7 @@ class Promotions:
         """Give the slots back of what nobody waits for any more and is not under way."""
         found: list[ins.Instruction] = []
         for queue in self._queues.values():
-            for _, _, _, asked in queue.asked:
+            for asked in queue.asked():
                 if asked.want is not Want.LEASE:
                     continue
                 tier, begun = asked.residency.tier, asked.begun_count

@@ -12,6 +12,7 @@ would be written round and round and nothing new let in.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,12 +42,17 @@ class Retiring:
         self.again_count = 0
         self.dropped_count = 0
 
-    def begin(self, now: float) -> None:
-        """Somebody needs a segment."""
-        if self._life is not None or not self._lower.is_writable:
+    @property
+    def may_begin(self) -> bool:
+        """Not while another segment retires."""
+        return self._life is None and self._lower.is_writable
+
+    def begin(self, now: float, may_retire: Callable[[SegmentHeader], bool] | None = None) -> None:
+        """Somebody needs a segment: one of those that `may_retire`, if there is any."""
+        if not self.may_begin:
             return
         book = self._lower.book
-        life = book.oldest_of_all()
+        life = book.oldest_of_all(may_retire)
         if life is None:
             return
         self._life, self._began_at, self._is_blocked = life, now, False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -101,6 +101,10 @@ class SegmentBook:
         # The segment that a namespace fills now, by lane, and the lane of its next slot.
         self._filling: dict[tuple[bytes, int], _Segment] = {}
         self._turns: dict[bytes, int] = {}
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.segment_bytes * self.segment_count
 
     @property
     def free_segment_count(self) -> int:
@@ -215,10 +219,14 @@ class SegmentBook:
         found = self._oldest(lane)
         return None if found is None else found.header
 
-    def oldest_of_all(self) -> SegmentHeader | None:
-        """Of all segments without pins or reservations the one whose life began first."""
-        found = [one for lane in range(self._lanes) if (one := self.oldest(lane)) is not None]
-        return min(found, key=lambda header: header.sequence, default=None)
+    def oldest_of_all(
+        self, may_retire: Callable[[SegmentHeader], bool] | None = None
+    ) -> SegmentHeader | None:
+        """Of all segments without pins or reservations the one whose life began first: of those
+        that `may_retire`."""
+        found = [one for lane in range(self._lanes) if (one := self._oldest(lane, may_retire))]
+        headers = (one.header for one in found)
+        return min(headers, key=lambda header: header.sequence, default=None)
 
     def life_of(self, segment: int) -> SegmentHeader | None:
         """The segment's present life; None while it is free."""
@@ -353,8 +361,17 @@ class SegmentBook:
         rows = segment.rows[: segment.row_next]
         return [first + row for row, state in enumerate(rows) if state == _State.READY]
 
-    def _oldest(self, lane: int) -> _Segment | None:
-        return next((one for one in self._bound[lane].values() if not one.is_held), None)
+    def _oldest(
+        self, lane: int, may_retire: Callable[[SegmentHeader], bool] | None = None
+    ) -> _Segment | None:
+        return next(
+            (
+                one
+                for one in self._bound[lane].values()
+                if not one.is_held and (may_retire is None or may_retire(one.header))
+            ),
+            None,
+        )
 
     def _here(self, layout: SlotLayout) -> SlotLayout:
         """How such a block lies in this pool."""

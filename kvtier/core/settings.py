@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtier.core.tenancy import TenantBudget
+from kvtier.policy.admission import Admission
 from kvtier.types import TierName
 
 # Leases together pin at most this part of the pool, so that there is always room to offload into.
@@ -23,9 +25,8 @@ class LowerSettings:
     # One hop to the threads and back costs as much as a small block: many go together.
     batch_blocks: int = 64
     batch_bytes: int = 16 << 20
-    # Also blocks that were used once, while the budget has room to spare; else only those that were
-    # used twice, or of which a hint says that they will be.
-    copies_unused: bool = True
+    # Of blocks that nobody has used twice, and of which no hint says that they will be.
+    admission: Admission = Admission.FORECAST
     # How long nothing is written after a block was refused: the queue is full, or an engine is off.
     refused_seconds: float = 1.0
     # How long a segment waits for blocks that go again before it is reused without them.
@@ -68,6 +69,8 @@ class ManagerConfig:
     evict_slice_blocks: int = 256
     # Sweeping takes about 5 µs a block that was in both tiers.
     swept_slice_blocks: int = 512
+    # What tenants may have; those that are not named may have everything.
+    tenants: Mapping[str, TenantBudget] = field(default_factory=dict)
     # The tiers below memory that there may be, the fastest first; each counts once it is opened.
     lower: Mapping[TierName, LowerSettings] = field(
         default_factory=lambda: {TierName.NVME: LowerSettings()}

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.balance import Balance
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, Session
 from kvtier.core.replica import Places
 from kvtier.core.residency import Residency
@@ -44,10 +45,11 @@ class Shares:
         self._namespaces = namespaces
         self._engines = engines
         self._config = config
+        self._balance = Balance(ledger, namespaces, config)
+        self.tenancy = self._balance.tenancy
         self._watermarks = Watermarks(config.watermark_start, config.watermark_stop)
         self._sequence = 0
         self._populated_at = 0.0
-        self._used_at: dict[NamespaceId, float] = {}
         self._wanting: dict[NamespaceId, None] = {}  # Ran short since they last grew.
         self._usable_sets: dict[tuple[EngineId, NamespaceId], frozenset[SlabSetId]] = {}
         self._near_sets: dict[tuple[int, NamespaceId], frozenset[SlabSetId]] = {}  # By node.
@@ -58,10 +60,10 @@ class Shares:
         self._ledger.put(event.slab, event.node)
         self._populated_at = now
         found: list[ins.Instruction] = []
-        # The poorest first, or a slab that was withdrawn for it would go back to the richest.
-        for namespace in sorted(self._wanting, key=lambda one: len(self._ledger.sets_of(one))):
-            grown = self._grow(self._namespaces[namespace], now)
-            if not grown and self._ledger.pending_count:
+        for namespace in self._balance.poorest_first(self._wanting, now):
+            residency = self._namespaces[namespace]
+            grown = self._grow(residency, now)
+            if not grown and self._ledger.pending_count and self._balance.may_grow(residency):
                 break  # It needs more slabs at once, and they are on their way.
             found.extend(grown)
         return found
@@ -140,7 +142,7 @@ class Shares:
         return found
 
     def note_use(self, namespace: NamespaceId, now: float) -> None:
-        self._used_at[namespace] = now
+        self._balance.note_use(namespace, now)
 
     def usable(self, session: SessionId, namespace: NamespaceId) -> Collection[SlabSetId] | None:
         """Slab sets whose slots this session may be given; None means all (the daemon itself)."""
@@ -160,11 +162,21 @@ class Shares:
 
     # ----------------------------------------------------------------------------------- slots
 
-    def lease_count_max(self, residency: Residency) -> int:
-        """Blocks of this namespace that leases may pin: what others left of half the pool."""
-        room_bytes = self._ledger.pool_bytes * self._config.pin_fraction_max - sum(
-            other.leased_bytes for other in self._namespaces.values() if other is not residency
-        )
+    def share_bytes(self, tenant: str, now: float) -> int:
+        """Of memory, what the tenant may have now."""
+        return self._balance.share_bytes(tenant, now)
+
+    def lease_count_max(self, residency: Residency, now: float) -> int:
+        """Blocks of this namespace that leases may pin: what others left of half the pool, and its
+        tenant's of half of what that may have."""
+        others = [one for one in self._namespaces.values() if one is not residency]
+        fraction_max, tenant = self._config.pin_fraction_max, residency.facts.tenant
+        pool_bytes = self._ledger.pool_bytes
+        room_bytes = pool_bytes * fraction_max - sum(one.leased_bytes for one in others)
+        if not self.tenancy.is_alone:
+            own_bytes = self.share_bytes(tenant, now)
+            leased_bytes = sum(one.leased_bytes for one in others if one.facts.tenant == tenant)
+            room_bytes = min(room_bytes, own_bytes * fraction_max - leased_bytes)
         return max(0, int(room_bytes // residency.facts.block_bytes))
 
     def reserve(
@@ -180,7 +192,7 @@ class Shares:
             self._wanting[event.namespace] = None
             found.extend(self._grow(residency, now, node))
             free_count = tier.allocator.free_count_in(usable)
-        stock_count_max = self._stock_count_max(residency)
+        stock_count_max = self._stock_count_max(residency, now)
         held_count = tier.reserved_by.get(event.session, 0)
         wanted = min(event.count, max(0, stock_count_max - held_count))
         if free_count < wanted and not self._growth_expected(residency, usable, now):
@@ -285,6 +297,9 @@ class Shares:
         self, residency: Residency, now: float, node: int | None = None
     ) -> list[ins.Instruction]:
         facts = residency.facts
+        if not self._balance.may_grow(residency):
+            self._wanting.pop(facts.namespace, None)
+            return []
         one = self._ledger.bind(
             facts.namespace,
             shard_count=facts.shard_count,
@@ -338,6 +353,7 @@ class Shares:
         since = now - self._config.growth_wait_seconds
         ledger = self._ledger
         under_way = ledger.pending_count >= residency.facts.shard_count - len(ledger.stock)
+        under_way = under_way and self._balance.is_owed(residency, now)
         if ledger.pending_count and under_way and self._populated_at > since:
             return True
         return usable is not None and any(
@@ -345,9 +361,11 @@ class Shares:
             for one in ledger.sets_of(residency.facts.namespace)
         )
 
-    def _stock_count_max(self, residency: Residency) -> int:
-        sessions = max(1, self._engines.scheduler_count)
-        pool_count = self._ledger.pool_bytes // residency.facts.block_bytes
+    def _stock_count_max(self, residency: Residency, now: float) -> int:
+        tenant = residency.facts.tenant
+        sessions = max(1, self._engines.scheduler_count(tenant))
+        own_bytes = self.share_bytes(tenant, now)
+        pool_count = own_bytes // residency.facts.block_bytes
         # A namespace that has not grown yet must not be held by the stock of one of several.
         mine_count = residency.tier.allocator.slot_count // sessions
         return max(1, min(pool_count // (self._config.stock_divisor * sessions), mine_count))
@@ -362,40 +380,16 @@ class Shares:
         ]
 
     def _rebalance(self, residency: Residency, now: float) -> list[ins.Instruction]:
-        """Take a set from who has more than its fair share, if this namespace has less."""
+        """Take a set from who has more than its fair share, if this namespace has less: from
+        another tenant first."""
         ledger = self._ledger
-        mine = residency.facts.namespace
         waiting = (
             ledger.pending_count and self._populated_at > now - self._config.growth_wait_seconds
         )
         if waiting or any(one.withdrawn for one in ledger.sets.values()):
             return []
-        slabs = self._slab_counts()
-        claims = {
-            namespace
-            for namespace in {*slabs, mine}
-            if now - self._used_at.get(namespace, 0.0) <= self._config.idle_seconds
-        }
-        fair_count = ledger.slab_count_max // max(1, len(claims))
-        if slabs.get(mine, 0) + residency.facts.shard_count > max(
-            fair_count, residency.facts.shard_count
-        ):
-            return []
-        rich = [
-            (count if namespace in claims else count + ledger.slab_count_max, namespace)
-            for namespace, count in slabs.items()
-            if namespace != mine and (namespace not in claims or count > fair_count)
-        ]
-        if not rich:
-            return []
-        victim = max(rich)[1]
-        return self._withdraw(ledger.sets_of(victim)[-1])
-
-    def _slab_counts(self) -> dict[NamespaceId, int]:
-        counts: dict[NamespaceId, int] = {}
-        for one in self._ledger.sets.values():
-            counts[one.namespace] = counts.get(one.namespace, 0) + len(one.slabs)
-        return counts
+        victim = self._balance.victim(residency, now)
+        return [] if victim is None else self._withdraw(ledger.sets_of(victim)[-1])
 
     def _withdraw(self, one: SlabSet) -> list[ins.Instruction]:
         residency = self._namespaces[one.namespace]

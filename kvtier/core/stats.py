@@ -52,6 +52,7 @@ class LowerCounts:
     reinserted_count: int  # Blocks written again because their segment was reused.
     reused_segment_count: int
     dropped_count: int  # Blocks that reuse has ended.
+    refused_count: int = 0  # Blocks that were not worth their write.
     leased_count: int = 0  # Slots under direct leases, each as often as leased.
 
 

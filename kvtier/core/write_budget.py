@@ -7,13 +7,15 @@ the pool.
 
 from __future__ import annotations
 
+HOUR_SECONDS = 3600.0
+
 
 class WriteBudget:
     """Pure: told the time, in seconds."""
 
     def __init__(self, *, bytes_per_hour: float) -> None:
-        self._bytes_per_second = bytes_per_hour / 3600
-        self._burst_bytes = bytes_per_hour
+        self._bytes_per_second = bytes_per_hour / HOUR_SECONDS
+        self._burst_bytes = self.bytes_per_hour = bytes_per_hour
         self._left_bytes = bytes_per_hour
         self._free_bytes = 0.0
         self._told_at: float | None = None
@@ -26,11 +28,19 @@ class WriteBudget:
         """The pool has so much room that nothing was ever written to."""
         self._free_bytes = free_bytes
 
-    def tell(self, now: float) -> None:
+    def tell(self, now: float) -> float:
+        """What time has earned beyond what may be saved up."""
+        earned = 0.0
         if self._told_at is not None:
             earned = (now - self._told_at) * self._bytes_per_second
-            self._left_bytes = min(self._burst_bytes, self._left_bytes + earned)
         self._told_at = now
+        return self.add(earned)
+
+    def add(self, length_bytes: float) -> float:
+        """So many more may be written; those beyond what may be saved up."""
+        room = self._burst_bytes - self._left_bytes
+        self._left_bytes += min(room, length_bytes)
+        return max(0.0, length_bytes - room)
 
     def may_write(self) -> bool:
         return self.left_bytes > 0
@@ -38,6 +48,13 @@ class WriteBudget:
     def has_spare(self) -> bool:
         """Whether blocks may be written that nobody has used a second time yet."""
         return self._free_bytes > 0 or self._left_bytes > self._burst_bytes / 2
+
+    @property
+    def share(self) -> float:
+        """Of an hour's bytes, how much is left; more than 1 while writing is free."""
+        if self._free_bytes > 0 or not self._burst_bytes:
+            return 2.0
+        return self._left_bytes / self._burst_bytes
 
     def take(self, length_bytes: int) -> None:
         """May end below 0 by one batch; that is paid back before the next."""

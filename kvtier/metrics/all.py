@@ -10,6 +10,7 @@ from kvtier.metrics.nvme import NvmeMetrics
 from kvtier.metrics.registry import Registry, text_of
 from kvtier.metrics.remote import RemoteMetrics
 from kvtier.metrics.state import StateMetrics
+from kvtier.metrics.tenants import TenantMetrics
 from kvtier.metrics.transfers import TransferMetrics
 
 
@@ -26,6 +27,7 @@ class Metrics:
         self.cxl = CxlMetrics(self.registry)
         self.remote = RemoteMetrics(self.registry)
         self.events = EventMetrics(self.registry)
+        self.tenants = TenantMetrics(self.registry)
 
     def text(self) -> bytes:
         """What /metrics answers."""

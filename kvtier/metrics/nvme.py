@@ -49,6 +49,11 @@ class NvmeMetrics:
             "Blocks written again before their segment was reused, since they were used.",
             {},
         )
+        self._refused_blocks = registry.counter(
+            "kvtier_nvme_refused_blocks_total",
+            "Blocks that were not written, for they are not likely enough to be used again.",
+            {},
+        )
         self.recovered_blocks = registry.gauge(
             "kvtier_nvme_recovered_blocks", "Blocks that the pool held at start.", {}
         )
@@ -81,6 +86,10 @@ class NvmeMetrics:
     def time_call(self, direction: str) -> AbstractContextManager[object]:
         """Around one read or write, in any thread."""
         return self._io_seconds[direction].time()
+
+    def note_refused(self, refused_count: int) -> None:
+        """The core's count since start."""
+        self._registry.follow(self._refused_blocks, refused_count)
 
     def note_reuse(self, *, reused_count: int, dropped_count: int, reinserted_count: int) -> None:
         """Likewise."""

@@ -7,7 +7,7 @@ it loses to LRU (docs/policies.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
@@ -80,27 +80,45 @@ class ArcPolicy:
         return False
 
     def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
+        seen: set[int] = set()
+
         def verdict(row: int) -> Evictable:
-            found = may_evict(row)
+            found = Evictable.HELD if row in seen else may_evict(row)
             if found is Evictable.INNER:
                 self._is_leaf[row] = False
             return found
 
-        once = self._once.nominate(count, verdict)
-        often = self._often.nominate(count, verdict)
+        running = {one: one.nominate(count, verdict) for one in (self._once, self._often)}
         try:
             while count > 0:
-                turns = (once, often) if self._once_count > self._once_aim else (often, once)
-                row = next(turns[0], None)
-                if row is None:
-                    row = next(turns[1], None)
+                row = self._next(running, count, verdict)
                 if row is None:
                     return
                 count -= 1
+                seen.add(row)
                 yield row
         finally:
-            once.close()
-            often.close()
+            for one in running.values():
+                one.close()
+
+    def _next(
+        self,
+        running: dict[LruPolicy, Generator[int, None, None]],
+        count: int,
+        verdict: Callable[[int], Evictable],
+    ) -> int | None:
+        """The next victim, of the list that is too long if it has one."""
+        turns = [self._once, self._often]
+        if self._once_count <= self._once_aim:
+            turns.reverse()
+        for one in turns:
+            row = next(running[one], None)
+            if row is None:  # It had no more; but the last victim's parent may be a leaf now.
+                running[one] = one.nominate(count, verdict)
+                row = next(running[one], None)
+            if row is not None:
+                return row
+        return None
 
     def _was_ghost(self, key: int) -> bool:
         """Whether it was evicted not long ago; moves the balance to the list that it was in."""

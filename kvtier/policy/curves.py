@@ -29,6 +29,7 @@ from kvtier.policy.eviction import (
 )
 from kvtier.policy.guard import AgeAlone, Guard
 from kvtier.policy.reuse_classes import ENDED, SHARED_LOG2_MAX, UNKNOWN, ClassTable, Request
+from kvtier.policy.reuse_curves import BIN_COUNT, Floats, survivals_at
 from kvtier.policy.reuse_history import Places, ReuseHistory
 from kvtier.policy.worth_table import WorthTable
 
@@ -55,6 +56,7 @@ class CurvesPolicy:
         self._keys = np.zeros(0, dtype=np.uint64)
         self._reused, self._forgotten = Tally(), Tally()
         self._worth, self._age_alone = WorthTable(), AgeAlone()
+        self._survival = np.ones((0, BIN_COUNT + 1))
         self._guard = Guard(self._worth, blocks.count_max) if features else None
         self._resident_count = 0
         self._now = 1.0
@@ -155,6 +157,19 @@ class CurvesPolicy:
     def end_refit(self, fitted: object) -> None:
         assert isinstance(fitted, Fitted), "the result of another policy's refit"
         self._worth.learn(fitted.worth)
+        self._survival = fitted.survival
+
+    def reuse_probabilities(self, rows: Rows, seconds: float) -> Floats:
+        mine = rows.astype(np.intp)
+        kinds = self._leaves.kind[mine].astype(np.intp)
+        found = np.ones(len(mine))
+        fitted = kinds < len(self._survival)
+        ages = self._now - self._leaves.used_at[mine[fitted]]
+        survival = self._survival[kinds[fitted]]
+        now, later = survivals_at(survival, ages), survivals_at(survival, ages + seconds)
+        found[fitted] = 1.0 - np.divide(later, now, out=np.ones_like(now), where=now > 0)
+        found[kinds == ENDED] = 0.0
+        return found
 
     def _is_refit_due(self) -> bool:
         if self._origin is None:

@@ -105,6 +105,16 @@ class GuardedPolicy(Protocol):
 
 
 @runtime_checkable
+class ForecastingPolicy(Protocol):
+    """A policy that can tell what will be used again."""
+
+    def reuse_probabilities(self, rows: Rows, seconds: float) -> npt.NDArray[np.float64]:
+        """Of each of these blocks within so many seconds; 1 where nothing is known yet, 0 where it
+        is known that nobody will."""
+        ...
+
+
+@runtime_checkable
 class LearningPolicy(Protocol):
     """A policy that learns in the background: asked often, it says when there is work, which the
     shell does elsewhere and hands back."""

@@ -141,6 +141,8 @@ class Guard:
         kinds: npt.NDArray[np.int16] | int,
     ) -> None:
         """`own_first`: the first block that this conversation alone has used."""
+        if self._room is not None and self._room < BLOCKS_MIN:
+            return
         if not self._is_sampled(keys[min(own_first, len(keys) - 1)]):
             return
         names = keys.tolist()
@@ -163,7 +165,7 @@ class Guard:
         if self._window_from is None:
             self._window_from, self._hits_before = now, self.hit_counts
         if self._room < BLOCKS_MIN:
-            self.order = EvictionOrder.UNGUARDED
+            self.order, self._window_from = EvictionOrder.UNGUARDED, None
         elif self.order is EvictionOrder.UNGUARDED:
             self.order = EvictionOrder.LEARNED
 

@@ -15,12 +15,14 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvtier.core.events import Event
 from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import BadRequest
 from kvtier.recording.decisions import DIGEST_BYTES, MARK_BYTES
 from kvtier.recording.values import Decoder, forms
@@ -208,6 +210,16 @@ def _recorded(decoder: Decoder) -> Recorded:
 
 def _manager_config(values: Mapping[str, Any]) -> ManagerConfig:
     rest = dict(values)
-    lower = {TierName(name): LowerSettings(**one) for name, one in rest.pop("lower").items()}
+    lower = {
+        TierName(name): LowerSettings(**_typed(LowerSettings, one))
+        for name, one in rest.pop("lower").items()
+    }
+    tenants = {name: TenantBudget(**one) for name, one in rest.pop("tenants").items()}
     rest["key_salt"] = b""
-    return ManagerConfig(**rest, lower=lower)
+    return ManagerConfig(**_typed(ManagerConfig, rest), lower=lower, tenants=tenants)
+
+
+def _typed(kind: type[LowerSettings | ManagerConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no enums: those are of the kind that the field's default is of."""
+    enums = {one.name: type(one.default) for one in fields(kind) if isinstance(one.default, Enum)}
+    return {name: enums[name](one) if name in enums else one for name, one in values.items()}

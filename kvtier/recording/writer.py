@@ -20,6 +20,7 @@ from kvtier.types import NamespaceId
 
 BATCH_BYTES = 256 << 10
 FILES_AT_ONCE = 8  # A file is this part of the bound.
+FILES_MAX = 1000  # A daemon that fails at each start leaves a small one each time.
 # Names of one file are kept while it is written, and known again by their hashes: some 200 bytes
 # each, so 50 MiB.
 NAMES_MAX = 1 << 18
@@ -133,12 +134,12 @@ class RecordingWriter:
 
 
 def _make_room(folder: Path, bytes_max: int) -> None:
-    """Remove recordings, the oldest first, until they have at most so many bytes."""
+    """Remove recordings, the oldest first, until they have at most so many bytes, and are few."""
     found = sorted(
         ((path.stat().st_mtime, path) for path in folder.glob("kvtier-*.kvrec")), reverse=True
     )
     total = 0
-    for _, path in found:
+    for number, (_, path) in enumerate(found, start=1):
         total += path.stat().st_size
-        if total > bytes_max:
+        if total > bytes_max or number >= FILES_MAX:
             path.unlink()

@@ -117,9 +117,9 @@ class Listeners:
 
 
 @contextmanager
-def socket_mode() -> Iterator[None]:
+def socket_mode(umask: int = SOCKET_UMASK) -> Iterator[None]:
     """What is bound inside can be used by its owner and its group, and nobody else."""
-    before = os.umask(SOCKET_UMASK)
+    before = os.umask(umask)
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,11 @@ class Adopter:
         sessions: Sessions,
         keeper: Keeper,
         epochs: EpochStore,
+        *,
+        tenants: Collection[str] = ("",),
     ) -> None:
+        """`tenants`: the names of those whose memory is taken over."""
+        self._tenants = tenants
         self._base = base
         self._core = base.core
         self._pool = pool
@@ -119,6 +124,8 @@ class Adopter:
         for facts in inventory.namespaces:
             try:
                 spec = NamespaceSpec(**json.loads(facts))
+                if spec.tenant not in self._tenants:
+                    raise BadRequest(f"{spec.tenant!r} is no tenant of this daemon any more")
                 fingerprint = spec.fingerprint().hex()
                 if fingerprint in wanted:
                     namespaces[fingerprint] = await self._base.namespaces.open(spec)

@@ -16,7 +16,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from kvtier.server.instance import (
 from kvtier.server.keeping import open_keeper
 from kvtier.server.nvme_paths import OpenDriver, open_file
 from kvtier.server.plan import Plan, plan_memory
+from kvtier.server.tenants import check_users_visible
 from kvtier.server.threads import call_soon
 
 log = logging.getLogger(__name__)
@@ -68,22 +70,36 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
     listeners = Listeners([one for one in passed if one.is_listener])
     plan = replace(_plan(config), listeners=listeners)
     left = [(one.name, one.fd) for one in passed if not one.is_listener]
-    with locked(plan.state_dir), claimed(plan.socket):
+    check_users_visible(config.tenant.values())
+    with locked(plan.state_dir), _claimed(plan):
         keeper = open_keeper(config.restart, os.environ, left)
         if keeper.former is not None:
             plan = replace(plan, generation=keeper.former.inventory.generation)
         plan = replace(plan, keeper=keeper)
-        raise_open_files(3 * config.server.sessions_max + plan.slab_count_max + FILES_RESERVE)
-        listeners.prepare(
-            {
-                plan.socket: socket.SOCK_SEQPACKET,
-                plan.lane_socket: socket.SOCK_STREAM,
-            }
-        )
-        clear_way(plan.grpc_socket, socket.SOCK_STREAM)
+        sessions_max = config.server.sessions_max * len(plan.tenants)
+        raise_open_files(3 * sessions_max + plan.slab_count_max + FILES_RESERVE)
+        _prepare(plan)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_daemon(config, plan, open_driver))
+
+
+@contextmanager
+def _claimed(plan: Plan) -> Iterator[None]:
+    with ExitStack() as places:
+        for tenant in plan.tenants:
+            places.enter_context(claimed(tenant.socket))
+        yield
+
+
+def _prepare(plan: Plan) -> None:
+    kinds = {one.socket: socket.SOCK_SEQPACKET for one in plan.tenants}
+    lanes = {one.lane_socket: socket.SOCK_STREAM for one in plan.tenants}
+    plan.listeners.prepare(kinds | lanes)
+    for one in plan.tenants:
+        clear_way(one.grpc_socket, socket.SOCK_STREAM)
+        if one.names_users:
+            clear_way(one.inner_grpc_socket, socket.SOCK_STREAM)
 
 
 class _Stopped(Exception):
@@ -135,12 +151,13 @@ class Daemon:
             await parts.adopter.begin(lease.seconds_max + lease.margin_seconds)
             parts.mover.start(tasks)
             parts.refitting.start(tasks)
-            parts.socket.start(tasks)
+            for door in parts.doors:
+                door.socket.start(tasks)
             tasks.create_task(self._housekeep())
             if (limit_seconds := watchdog_seconds(os.environ)) is not None:
                 tasks.create_task(self._feed_watchdog(limit_seconds))
-            await parts.grpc.start()
-            await parts.lane.start(tasks)
+            for door in parts.doors:
+                await door.start(tasks)
             if parts.admin is not None:
                 parts.admin.start(loop)
             self._announce()
@@ -159,9 +176,10 @@ class Daemon:
 
     async def close(self) -> None:
         parts = self._parts
-        parts.socket.close()
-        parts.lane.close()
-        await parts.grpc.stop(GRPC_GRACE_SECONDS)
+        for door in parts.doors:
+            door.socket.close()
+            door.lane.close()
+        await self._stop_grpc()
         if parts.admin is not None:
             parts.admin.close()
         parts.plan.keeper.close()
@@ -204,22 +222,27 @@ class Daemon:
         """Until nothing is held, at most `drain_seconds`."""
         notify_systemd(os.environ, "STOPPING=1")
         core, nvme = self._parts.core, self._parts.nvme
-        self._parts.socket.close()
+        for door in self._parts.doors:
+            door.socket.close()
         core.post(DrainStarted())
         for _ in range(int(self._config.server.drain_seconds / DRAIN_POLL_SECONDS)):
             if not self._held_count():
                 break
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         log.info("drained", extra={"held": self._held_count()})
-        self._parts.lane.close()
+        for door in self._parts.doors:
+            door.lane.close()
         # While the TaskGroup still works off what calls have begun.
-        await self._parts.grpc.stop(GRPC_GRACE_SECONDS)
+        await self._stop_grpc()
         if self._parts.search is not None:
             self._parts.search.stop()
         if self._parts.remote is not None:
             await self._parts.remote.stop()
         if nvme is not None:
             await nvme.stop()
+
+    async def _stop_grpc(self) -> None:
+        await asyncio.gather(*(door.stop_grpc(GRPC_GRACE_SECONDS) for door in self._parts.doors))
 
     def _held_count(self) -> int:
         """What an end would cut off; blocks that are going down too, as long as they do."""
@@ -272,8 +295,9 @@ class Daemon:
 
     def _remove_sockets(self) -> None:
         plan = self._parts.plan
-        for path in (plan.socket, plan.grpc_socket, plan.lane_socket):
-            plan.listeners.remove(path)
+        for tenant in plan.tenants:
+            for path in tenant.paths:
+                plan.listeners.remove(path)
 
 
 def _plan(config: Config) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,19 +14,18 @@ import grpc
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
+from kvtier.config_tenant import SHARED, sharers
 from kvtier.config_values import split_address
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
 from kvtier.core.settings import PIN_FRACTION_MAX
-from kvtier.errors import ConfigError
 from kvtier.metrics import Metrics
 from kvtier.metrics.asked import NAMES_MAX
 from kvtier.pools.cxl import CxlMemory
 from kvtier.pools.dram import DramPool
 from kvtier.pools.slabs import best_page_kind
 from kvtier.pools.source import memory_source
-from kvtier.server.activation import socket_mode
 from kvtier.server.admin import AdminServer
 from kvtier.server.adopting import Adopter
 from kvtier.server.base import Base
@@ -36,13 +34,13 @@ from kvtier.server.core_loop import CoreLoop, Effects, both
 from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
+from kvtier.server.doors import Door, DoorMaker, add_port
 from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
 from kvtier.server.hit_curves import HitCurves
 from kvtier.server.instance import raise_open_files
 from kvtier.server.kv_events import KvEvents
-from kvtier.server.lane import LaneListener
 from kvtier.server.leasing import Leasing
 from kvtier.server.lower_settings import lower_settings
 from kvtier.server.mover import Mover
@@ -51,6 +49,7 @@ from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.owed_clears import OwedClears
+from kvtier.server.owners import Owners
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
@@ -70,11 +69,10 @@ from kvtier.server.servicer_data import DataCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
+from kvtier.server.tenants import Tenant, call_limits, tenant_budgets
 from kvtier.server.threads import run_in_thread
 from kvtier.server.watch import WatchHub
 from kvtier.types import TierName
-
-MESSAGE_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +91,8 @@ class Parts:
     sessions: Sessions
     adopter: Adopter
     events: KvEvents | None
-    socket: SessionSocket
+    doors: tuple[Door, ...]  # That of server.socket first.
     data: DataCalls
-    grpc: grpc.aio.Server
-    lane: LaneListener
     tcp_address: str
     admin: AdminServer | None
     recorder: Recorder | None
@@ -174,7 +170,8 @@ class _Builder:
         self.calls = Calls(
             self.base,
             self.tokens,
-            calls_max=config.grpc.calls_max,
+            limits=call_limits(config),
+            is_shared=bool(config.tenant),
             slow_call_seconds=config.log.slow_call_seconds,
         )
         self.data = DataCalls(
@@ -209,14 +206,18 @@ class _Builder:
             source=memory_source(config.dram.nodes),
             keeper=plan.keeper,
         )
-        self.adopter = Adopter(self.base, self.pool, self.slabs, self.sessions, plan.keeper, epochs)
+        known = {one.name for one in plan.tenants} | ({SHARED} if config.tenant else set())
+        self.adopter = Adopter(
+            self.base, self.pool, self.slabs, self.sessions, plan.keeper, epochs, tenants=known
+        )
 
     def _make_events(self) -> KvEvents | None:
         config = self.config.kv_events
         if not config.is_set:
             return None
         self.watch.wants_token_ids = config.token_ids
-        return KvEvents(config, self.base, self.watch.tokens_of, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        return KvEvents(config, self.base, self.watch.tokens_of, loop, self._told_tenants)
 
     def _make_lower(self, lower: _Lower, epochs: EpochStore) -> None:
         """The keepers of the tiers below memory that there are."""
@@ -251,14 +252,16 @@ class _Builder:
         self.base.metrics.state.checksum_queue_slots.set_function(lambda: self.mover.waiting_count)
         self.base.metrics.state.waiting_leases.set_function(lambda: self.leasing.waiting_count)
         handlers = self._handlers()
-        server, tcp_address = self._server(handlers)
-        lane = LaneListener(self.calls.lane(handlers), connections_max=self.config.grpc.calls_max)
-        listeners = self.plan.listeners
-        lane.listen(listeners.take(self.plan.lane_socket, socket.SOCK_STREAM))
-        self._bound.append(self.plan.lane_socket)
-        session_socket = self._session_socket()
-        session_socket.listen(listeners.take(self.plan.socket, socket.SOCK_SEQPACKET))
-        self._bound.append(self.plan.socket)
+        maker = DoorMaker(
+            self.calls,
+            handlers,
+            self.plan.listeners,
+            self.config.grpc.calls_max,
+            self._session_socket,
+            self._bound,
+        )
+        doors = tuple(map(maker.open, self.plan.tenants))
+        tcp_address = self._listen_tcp(doors[0].grpc)
         address = self.config.admin.address
         admin = None
         if address != "off":
@@ -279,10 +282,8 @@ class _Builder:
             sessions=self.sessions,
             adopter=self.adopter,
             events=self.events,
-            socket=session_socket,
+            doors=doors,
             data=self.data,
-            grpc=server,
-            lane=lane,
             tcp_address=tcp_address,
             admin=admin,
             recorder=self.recorder,
@@ -337,24 +338,27 @@ class _Builder:
             ins.WriteLowerGone: lambda written: keepers[written.tier].on_write_gone(written),
         }
 
-    def _session_socket(self) -> SessionSocket:
-        lease = self.config.lease
+    def _session_socket(self, tenant: Tenant) -> SessionSocket:
+        lease, told = self.config.lease, {tenant.name, SHARED} & self._told_tenants
         facts = SocketFacts(
             generation=self.plan.generation,
-            grpc_address=f"unix:{self.plan.grpc_socket}",
-            tenant=self.config.server.tenant,
+            grpc_address=f"unix:{tenant.grpc_socket}",
             hello_seconds=self.config.server.hello_seconds,
             lease_seconds_max=lease.seconds_max,
             lease_margin_seconds=lease.margin_seconds,
-            wants_token_ids=self.watch.wants_token_ids,
+            wants_token_ids=self.watch.wants_token_ids and bool(told),
         )
-        return SessionSocket(facts, self.base, self.sessions, self.offers)
+        return SessionSocket(facts, self.base, self.sessions, self.offers, tenant)
+
+    @property
+    def _told_tenants(self) -> frozenset[str]:
+        """Whose blocks are published."""
+        return frozenset(self.config.kv_events.tenants or (self.config.server.tenant,))
 
     def _handlers(self) -> Handlers:
         handlers = Handlers()
         facts = EngineFacts(
             generation=self.plan.generation,
-            tenant=self.config.server.tenant,
             wait_seconds_max=self.config.lease.wait_seconds_max,
         )
         engines = EngineCalls(
@@ -373,23 +377,13 @@ class _Builder:
         administration.add_to(handlers)
         return handlers
 
-    def _server(self, handlers: Handlers) -> tuple[grpc.aio.Server, str]:
-        server = grpc.aio.server(
-            handlers=[self.calls.service(handlers)],
-            options=[
-                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-                ("grpc.so_reuseport", 0),
-            ],
-        )
-        with socket_mode():
-            _add_port(server, f"unix:{self.plan.grpc_socket}", "server.socket")
-        self._bound.append(self.plan.grpc_socket)
+    def _listen_tcp(self, server: grpc.aio.Server) -> str:
+        """Where clients of other network namespaces may call, if anywhere."""
         tcp = self.config.grpc.tcp
         if tcp == "off":
-            return server, ""
-        port = _add_port(server, tcp, "grpc.tcp")
-        return server, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+            return ""
+        port = add_port(server, tcp, "grpc.tcp")
+        return f"{split_address('grpc.tcp', tcp)[0]}:{port}"
 
     def _tier_states(self) -> list[tuple[str, str]]:
         """For people who ask why a block is not there."""
@@ -419,7 +413,7 @@ class _Builder:
             Limit("namespaces", server.namespaces_max, lambda: len(self.base.namespaces)),
             Limit("watchers", server.watchers_max, lambda: len(self.watch)),
             Limit("puts", server.puts_max, lambda: self.data.active_count),
-            Limit("calls", self.config.grpc.calls_max, lambda: self.calls.active_count),
+            Limit("calls", self.config.grpc.calls_max, lambda: self.calls.limits.active_count),
             Limit(
                 "leases_per_session",
                 self.config.lease.per_session_max,
@@ -448,6 +442,8 @@ def _base(
         slab_bytes=plan.slab_bytes,
         slab_count_max=plan.slab_count_max,
         count_max=config.server.namespaces_max,
+        shared=sharers(config.tenant),
+        owners=Owners(plan.state_dir / "owners") if config.tenant else None,
         stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
     history = History(budget_bytes=config.log.history_bytes)
@@ -468,6 +464,7 @@ def _manager(
         watermark_start=dram.watermark_start,
         watermark_stop=dram.watermark_stop,
         leases_per_session_max=lease.per_session_max,
+        tenants=tenant_budgets(config.tenant),
         lower=lower_settings(config, paths),
         key_salt=draw_salt() if config.recorder.is_set else b"",
     )
@@ -476,10 +473,3 @@ def _manager(
         return BlockManager(settings, make_policy=make_policy), None
     recorder = open_recorder(config.recorder, settings, dram.policy)
     return RecordedManager(settings, make_policy=make_policy, recorder=recorder), recorder
-
-
-def _add_port(server: grpc.aio.Server, address: str, option: str) -> int:
-    try:
-        return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"{option}: cannot listen at {address} ({error})") from None

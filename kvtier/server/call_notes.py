@@ -8,7 +8,8 @@ from kvtier.core.instructions import LeaseGranted
 from kvtier.server.base import Base
 from kvtier.server.history import RequestCall
 from kvtier.server.namespaces import OpenedNamespace
-from kvtier.types import Cut, NamespaceId, PackedHashes, PrefixMatch, SessionId
+from kvtier.server.security import Caller
+from kvtier.types import Cut, NamespaceId, PackedHashes, PrefixMatch
 from kvtier.v1 import kvtier_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class CallNotes:
     def matched(
         self,
         request: pb.MatchRequest,
-        session: SessionId,
+        caller: Caller,
         namespace: OpenedNamespace,
         packed: bytes,
         found: PrefixMatch,
@@ -46,7 +47,8 @@ class CallNotes:
             RequestCall(
                 request_id=request.request_id,
                 call="Match",
-                session=session,
+                session=caller.session,
+                tenant=caller.tenant,
                 namespace=namespace.id,
                 at=self._clock.now(),
                 seconds=seconds,
@@ -62,7 +64,7 @@ class CallNotes:
     def acquired(
         self,
         request: pb.AcquireRequest,
-        session: SessionId,
+        caller: Caller,
         hashes: PackedHashes,
         granted: LeaseGranted | None,
         *,
@@ -73,7 +75,8 @@ class CallNotes:
         call = RequestCall(
             request_id=request.request_id,
             call="Acquire",
-            session=session,
+            session=caller.session,
+            tenant=caller.tenant,
             namespace=NamespaceId(request.namespace_id),
             at=self._clock.now(),
             seconds=seconds,

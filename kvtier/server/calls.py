@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.errors import BadRequest, KVTierError, LimitExceeded, UnknownNamespace
+from kvtier.errors import BadRequest, KVTierError, UnknownNamespace
 from kvtier.lane import LANE_CALLS, pack
 from kvtier.metrics.labels import OUTCOMES
 from kvtier.server import logs
 from kvtier.server.base import Base
+from kvtier.server.call_limits import CallLimits
 from kvtier.server.lane import Answer, refusal
-from kvtier.server.security import ACCESS, Access, Caller, Tokens
+from kvtier.server.security import ACCESS, Access, Caller, Peer, Tokens, check_rights
 from kvtier.server.slow_calls import SlowCalls
+from kvtier.server.turnstile import Turnstile
 from kvtier.server.wire import status_of
 from kvtier.types import REQUEST_ID_CHARS_MAX
 from kvtier.v1 import kvtier_pb2 as pb
@@ -30,12 +32,16 @@ from kvtier.v1 import kvtier_pb2 as pb
 log = logging.getLogger(__name__)
 
 SERVICE = "kvtier.v1.KVTier"
+# A client that asks again at once, and again, would cost as much as one whose calls are answered.
+REFUSED_SECONDS = 0.02
 _NAMED = frozenset({"Match", "Acquire"})  # Calls that may name the engine's request.
 
 M = TypeVar("M", bound=Message)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Message, Message]
     Service = grpc.GenericRpcHandler[Message, Message]
+# gRPC's word for who is at the other end -> who that is; raises Forbidden.
+OriginOf = Callable[[str], Peer]
 Send = Callable[[Message], Awaitable[None]]
 # Messages differ by call, and the table below joins each handler with its message class: so these
 # say "a callable" and no more.
@@ -64,18 +70,20 @@ class Calls:
         base: Base,
         tokens: Tokens,
         *,
-        calls_max: int,
+        limits: CallLimits,
+        is_shared: bool = False,
         slow_call_seconds: float = float("inf"),
     ) -> None:
+        """`is_shared`: several tenants call."""
         self._core = base.core
         self._tokens = tokens
         self._clock = base.clock
         self._metrics = base.metrics
         self._slow = SlowCalls(base, slow_call_seconds)
-        self.calls_max = calls_max
-        self.active_count = 0
+        self.limits = limits
+        self._turnstile = Turnstile(is_needed=is_shared)
 
-    def service(self, handlers: Handlers) -> Service:
+    def service(self, handlers: Handlers, origin_of: OriginOf) -> Service:
         """The whole service; every RPC of the protocol must have a handler."""
         made = {}
         for method in pb.DESCRIPTOR.services_by_name["KVTier"].methods:
@@ -83,20 +91,17 @@ class Calls:
             decode = _decoder(getattr(pb, method.input_type.name))
             if method.client_streaming:
                 made[name] = grpc.stream_unary_rpc_method_handler(
-                    self._collecting(name, handlers.collecting[name]), decode, _encode
+                    self._collecting(name, handlers.collecting[name], origin_of), decode, _encode
                 )
             elif method.server_streaming:
                 made[name] = grpc.unary_stream_rpc_method_handler(
-                    self._streaming(name, handlers.streaming[name]), decode, _encode
+                    self._streaming(name, handlers.streaming[name], origin_of), decode, _encode
                 )
             else:
                 made[name] = grpc.unary_unary_rpc_method_handler(
-                    self._unary(name, handlers.unary[name]), decode, _encode
+                    self._unary(name, handlers.unary[name], origin_of), decode, _encode
                 )
         return grpc.method_handlers_generic_handler(SERVICE, made)
-
-    def caller(self, method: str, token: bytes, now: float) -> Caller:
-        return self._tokens.caller(token, ACCESS[method], now=now)
 
     def lane(self, handlers: Handlers) -> Answer:
         """The calls of the lane, by number: the same handlers, without gRPC around them."""
@@ -107,12 +112,13 @@ class Calls:
             handler = handlers.unary.get(name) or _once(handlers.streaming[name])
             made.append((name, decode, handler))
 
-        async def answer(number: int, payload: bytes) -> bytes:
+        async def answer(number: int, payload: bytes, origin: Peer) -> bytes:
             try:
                 if number >= len(made):
                     raise BadRequest(f"the lane has no call {number}: use gRPC")
                 name, decode, handler = made[number]
-                return pack(0, _encode(await self._perform(name, handler, decode(payload))))
+                await self._turnstile.enter(origin.tenant)
+                return pack(0, _encode(await self._perform(name, handler, decode(payload), origin)))
             except KVTierError as error:
                 return refusal(status_of(error).value[0], _text_of(error))
             except Exception as error:  # noqa: BLE001  # Our own mistake: it ends the daemon.
@@ -121,33 +127,42 @@ class Calls:
 
         return answer
 
-    def _unary(self, name: str, handler: Unary) -> Callable[..., Awaitable[Message]]:
+    def _unary(
+        self, name: str, handler: Unary, origin_of: OriginOf
+    ) -> Callable[..., Awaitable[Message]]:
         async def call(request: Message, context: Context) -> Message:
             try:
-                return await self._perform(name, handler, request)
+                origin = origin_of(context.peer())
+                await self._turnstile.enter(origin.tenant)
+                return await self._perform(name, handler, request, origin)
             except BaseException as error:  # noqa: BLE001  # Sorted and raised again there.
                 await self._refuse(error, context)
 
         return call
 
-    async def _perform(self, name: str, handler: Unary, request: Message | _Malformed) -> Message:
+    async def _perform(
+        self, name: str, handler: Unary, request: Message | _Malformed, origin: Peer
+    ) -> Message:
         """Admit and run one call, and count it."""
         started = self._clock.now()
         outcome = "ok"
         caller: Caller | None = None
-        self.active_count += 1
         mark = logs.request_id.set(_request_id_of(request)) if name in _NAMED else None
         try:
-            caller = self._admit(request, ACCESS[name], started)
-            return await handler(request, caller)
+            with self.limits.under_way(origin.tenant):
+                if not self.limits.may_begin(origin.tenant, started):
+                    self._metrics.tenants.refused_calls.labels(origin.tenant).inc()
+                    await asyncio.sleep(REFUSED_SECONDS)
+                    raise self.limits.refusal(origin.tenant)
+                caller = self._admit(request, ACCESS[name], origin, started)
+                return await handler(request, origin if caller is None else caller)
         except BaseException as error:
             outcome = _outcome_of(error)
             # An unknown namespace is how clients notice that the daemon is a new one.
             if isinstance(error, KVTierError) and not isinstance(error, UnknownNamespace):
-                log.info("call refused", extra=_refusal_facts(name, caller, error))
+                log.info("call refused", extra=_refusal_facts(name, caller or origin, error))
             raise
         finally:
-            self.active_count -= 1
             seconds = self._clock.now() - started
             self._metrics.calls.note_call(name, outcome, seconds)
             if seconds > self._slow.seconds_max:
@@ -155,7 +170,9 @@ class Calls:
             if mark is not None:
                 logs.request_id.reset(mark)
 
-    def _streaming(self, name: str, handler: Streaming) -> Callable[..., Awaitable[None]]:
+    def _streaming(
+        self, name: str, handler: Streaming, origin_of: OriginOf
+    ) -> Callable[..., Awaitable[None]]:
         async def respond(request: Message, caller: Caller | None, send: Send) -> Message:
             await handler(request, caller, send)
             return pb.GetResponse()  # Never sent.
@@ -164,11 +181,13 @@ class Calls:
             async def forward(message: Message, caller: Caller | None) -> Message:
                 return await respond(message, caller, context.write)
 
-            await self._unary(name, forward)(request, context)
+            await self._unary(name, forward, origin_of)(request, context)
 
         return call
 
-    def _collecting(self, name: str, handler: Unary) -> Callable[..., Awaitable[Message]]:
+    def _collecting(
+        self, name: str, handler: Unary, origin_of: OriginOf
+    ) -> Callable[..., Awaitable[Message]]:
         async def call(requests: AsyncIterator[Message], context: Context) -> Message:
             async def collect(first: Message, caller: Caller | None) -> Message:
                 return await handler(first, caller, _checked(requests))
@@ -177,21 +196,23 @@ class Calls:
                 first = await anext(requests)
             except StopAsyncIteration:
                 first = pb.PutRequest()  # Has no token: refused by name.
-            return await self._unary(name, collect)(first, context)
+            return await self._unary(name, collect, origin_of)(first, context)
 
         return call
 
-    def _admit(self, request: Message | _Malformed, access: Access, now: float) -> Caller | None:
+    def _admit(
+        self, request: Message | _Malformed, access: Access, origin: Peer, now: float
+    ) -> Caller | None:
         if isinstance(request, _Malformed):
             raise BadRequest("the bytes are no message of kvtier.v1: check the protocol version")
-        if self.active_count > self.calls_max:
-            raise LimitExceeded(f"{self.calls_max} calls are under way (grpc.calls_max)")
-        if access is Access.ANYONE:
+        self.limits.check_room(origin.tenant)
+        if access.form is None:
+            check_rights(origin, access)
             return None
         if len(getattr(request, "request_id", "")) > REQUEST_ID_CHARS_MAX:
             raise BadRequest(f"request_id is too long: at most {REQUEST_ID_CHARS_MAX} characters")
         token: bytes = request.token  # type: ignore[attr-defined]  # Every request has one.
-        return self._tokens.caller(token, access, now=now)
+        return self._tokens.caller(token, access, origin, now=now)
 
     async def _refuse(self, error: BaseException, context: Context) -> NoReturn:
         """End the call with the error's name; our own mistakes end the daemon."""
@@ -214,9 +235,16 @@ def _request_id_of(request: Message | _Malformed) -> str:
     return str(getattr(request, "request_id", ""))[:REQUEST_ID_CHARS_MAX]
 
 
-def _refusal_facts(name: str, caller: Caller | None, error: KVTierError) -> dict[str, object]:
-    session = None if caller is None else caller.session
-    return {"call": name, "session": session, "error": type(error).__name__, "reason": str(error)}
+def _refusal_facts(name: str, who: Caller | Peer, error: KVTierError) -> dict[str, object]:
+    peer = who.peer if isinstance(who, Caller) else who
+    return {
+        "call": name,
+        "session": who.session if isinstance(who, Caller) else None,
+        "tenant": peer.tenant or None,
+        "uid": peer.uid,
+        "error": type(error).__name__,
+        "reason": str(error),
+    }
 
 
 def _text_of(error: KVTierError) -> str:

@@ -24,7 +24,7 @@ from kvtier.core.stats import ManagerStats
 from kvtier.errors import KVTierError
 from kvtier.metrics import Metrics
 from kvtier.server.lag import watch_lag
-from kvtier.types import NamespaceId, PrefixMatch, TierName
+from kvtier.types import LeaseId, NamespaceId, PrefixMatch, TierName
 
 TICK_SECONDS_MAX = 1.0
 TICK_SECONDS_MIN = 0.02  # However many deadlines fall due, no more than 50 ticks a second.
@@ -41,6 +41,7 @@ class Manager(Protocol):
     def match_packed(self, namespace: NamespaceId, packed: bytes) -> PrefixMatch: ...
     def listing(self, namespace: NamespaceId, row_first: int) -> Listing: ...
     def namespace_epoch(self, namespace: NamespaceId) -> int: ...
+    def lease_namespace(self, lease: LeaseId) -> NamespaceId | None: ...
     def next_deadline(self) -> float | None: ...
     def recency(self, tier: TierName) -> Slots: ...
     def stats(self) -> ManagerStats: ...
@@ -79,6 +80,10 @@ class CoreLoop:
     @property
     def locator(self) -> Locator:
         return self._manager.locator
+
+    def lease_namespace(self, lease: LeaseId) -> NamespaceId | None:
+        """None for a lease that there is not."""
+        return self._manager.lease_namespace(lease)
 
     def start(self, tasks: asyncio.TaskGroup, effects: Effects) -> None:
         self._tasks = tasks

@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from kvtier.clock import Clock
-from kvtier.config import CxlConfig, slab_bytes_for
+from kvtier.config import slab_bytes_for
+from kvtier.config_cxl import CxlConfig
 from kvtier.config_values import ANY_NODE, AUTO
 from kvtier.io.dax import find_dax_device
 from kvtier.io.nodes import node_room_bytes

@@ -13,6 +13,7 @@ from kvtier.server.base import Base
 from kvtier.server.block_ring import shorts_of
 from kvtier.server.history import BlockSeen, RequestCall, SlowCallSeen
 from kvtier.server.namespaces import OpenedNamespace
+from kvtier.server.security import Peer, Rights
 from kvtier.server.sessions import Sessions
 from kvtier.server.wire import tier_counts
 from kvtier.types import BlockHash, NamespaceId
@@ -40,12 +41,15 @@ class Explainer:
         self._tier_states = tier_states
         self._started_at = base.clock.now()
 
-    def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
+    def explain(self, request: pb.ExplainRequest, peer: Peer) -> pb.ExplainResponse:
+        """Of what the peer's tenant may know of."""
         about = request.WhichOneof("about")
         if about is None or not getattr(request, about):
             raise BadRequest("nothing to explain: send a hash or a request_id")
         now, history = self._clock.now(), self._history
         since = history.remembered_since
+        mine = self._namespaces.seen_by(peer.tenant)
+        ids = {one.id for one in mine}
         answer = pb.ExplainResponse(
             happenings=[
                 pb.Happening(
@@ -55,6 +59,7 @@ class Explainer:
                     detail=seen.detail,
                 )
                 for seen in reversed(history.happenings)
+                if seen.namespace is None or seen.namespace in ids
             ],
             tiers=[pb.TierCondition(tier=tier, state=state) for tier, state in self._tier_states()],
             uptime_seconds=now - self._started_at,
@@ -65,25 +70,35 @@ class Explainer:
             block = BlockHash(request.hash)
             known = history.namespaces_of(block)  # Once, however many namespaces there are.
             found = (
-                self._place(one, block, now, is_remembered=one.id in known)
-                for one in self._namespaces.opened()
+                self._place(one, mine, block, now, is_remembered=one.id in known) for one in mine
             )
             answer.places.extend(place for place in found if place is not None)
         else:
             answer.requests.extend(
-                self._request(call, now) for call in history.request(request.request_id)
+                self._request(call, mine, now)
+                for call in history.request(request.request_id, peer.tenant)
             )
         return answer
 
-    def slow_calls(self) -> list[pb.SlowCall]:
-        """Latest first."""
+    def slow_calls(self, peer: Peer) -> list[pb.SlowCall]:
+        """The tenant's, or everybody's for the operator; latest first."""
         now = self._clock.now()
-        return [_slow_call(seen, now) for seen in reversed(self._history.slow_calls)]
+        return [
+            _slow_call(seen, now)
+            for seen in reversed(self._history.slow_calls)
+            if peer.rights is Rights.OPERATOR or seen.tenant == peer.tenant
+        ]
 
     # ------------------------------------------------------------------------------------ hashes
 
     def _place(
-        self, opened: OpenedNamespace, block: BlockHash, now: float, *, is_remembered: bool
+        self,
+        opened: OpenedNamespace,
+        mine: Sequence[OpenedNamespace],
+        block: BlockHash,
+        now: float,
+        *,
+        is_remembered: bool,
     ) -> pb.PrefixPlace | None:
         """None when the namespace knows nothing of the block."""
         if len(block) != opened.spec.hash_bytes:
@@ -99,7 +114,7 @@ class Explainer:
             events=[_event(seen, now) for seen in events],
         )
         if found is None:
-            place.twins.extend(self._twins(opened, block))
+            place.twins.extend(self._twins(opened, mine, block))
         else:
             place.block_count = found.block_count
             place.cut_off = found.is_cut_off
@@ -108,7 +123,9 @@ class Explainer:
 
     # ---------------------------------------------------------------------------------- requests
 
-    def _request(self, call: RequestCall, now: float) -> pb.RequestSeen:
+    def _request(
+        self, call: RequestCall, mine: Sequence[OpenedNamespace], now: float
+    ) -> pb.RequestSeen:
         opened = self._namespaces.get(call.namespace)
         names = dict(self._sessions.names())
         return pb.RequestSeen(
@@ -126,7 +143,7 @@ class Explainer:
             cut=cast("pb.Cut", int(call.cut)),
             missed_hash=call.missed or b"",
             runs=self._runs_now(call, now),
-            twins=[] if call.missed is None else self._twins(opened, call.missed),
+            twins=[] if call.missed is None else self._twins(opened, mine, call.missed),
         )
 
     def _runs_now(self, call: RequestCall, now: float) -> list[pb.PrefixRun]:
@@ -159,10 +176,12 @@ class Explainer:
 
     # ------------------------------------------------------------------------------------- twins
 
-    def _twins(self, here: OpenedNamespace, missed: BlockHash) -> list[pb.NamespaceTwin]:
+    def _twins(
+        self, here: OpenedNamespace, mine: Sequence[OpenedNamespace], missed: BlockHash
+    ) -> list[pb.NamespaceTwin]:
         """Other namespaces that have the block, or differ in little; the likeliest first."""
         found = []
-        for there in self._namespaces.opened():
+        for there in mine:
             if there.id == here.id:
                 continue
             facts = differences(here.spec, there.spec)

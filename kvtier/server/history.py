@@ -51,6 +51,7 @@ class RequestCall:
     tiers: tuple[tuple[TierName, int], ...]
     cut: Cut
     missed: BlockHash | None  # The first block that was not found.
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class SlowCallSeen:
     block_count: int
     outcome: str
     session: SessionId | None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class History:
         self._missed = BlockRing(budget_bytes * _MISSED_SHARE // 8)
         self._requests_bytes_max = budget_bytes * _REQUEST_SHARE // 8
         self._requests_bytes = 0
-        # By request id; a request's calls are few, and go together.
-        self._requests: OrderedDict[str, dict[str, RequestCall]] = OrderedDict()
+        # By tenant and request id; a request's calls are few, and go together.
+        self._requests: OrderedDict[tuple[str, str], dict[str, RequestCall]] = OrderedDict()
         self.slow_calls: deque[SlowCallSeen] = deque(maxlen=SLOW_CALLS_MAX)
         self.happenings: deque[HappeningSeen] = deque(maxlen=HAPPENINGS_MAX)
 
@@ -136,13 +138,14 @@ class History:
             size = len(seen.hashes[0])
             kept = seen.hashes.packed[: kept_bytes // size * size]
             seen = replace(seen, hashes=PackedHashes(kept, size))
-        calls = self._requests.pop(seen.request_id, None)
+        key = (seen.tenant, seen.request_id)
+        calls = self._requests.pop(key, None)
         if calls is None:
             calls = {}
         elif (before := calls.get(seen.call)) is not None:
             self._requests_bytes -= _bytes_of(before)
         calls[seen.call] = seen
-        self._requests[seen.request_id] = calls
+        self._requests[key] = calls
         self._requests_bytes += _bytes_of(seen)
         while self._requests_bytes > self._requests_bytes_max:
             _, gone = self._requests.popitem(last=False)
@@ -155,9 +158,9 @@ class History:
         """Every removal since then is here; None: every one since the daemon started."""
         return self._removed.oldest_at
 
-    def request(self, request_id: str) -> list[RequestCall]:
+    def request(self, request_id: str, tenant: str = "") -> list[RequestCall]:
         """Its calls, latest first."""
-        calls = self._requests.get(request_id, {})
+        calls = self._requests.get((tenant, request_id), {})
         return sorted(calls.values(), key=lambda call: -call.at)
 
     def events_of(self, namespace: NamespaceId, block: BlockHash, count: int) -> list[BlockSeen]:

@@ -71,6 +71,8 @@ class ParkedSession:
     replaces: int = 0
     replaced_by: int = 0
     pidfd: str = ""  # The name that its process is parked under.
+    tenant: str = ""
+    uid: int = -1  # Of its user; -1 where nobody could tell.
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,8 +62,10 @@ class KvEvents:
         base: Base,
         tokens_of: TokensOf,
         loop: asyncio.AbstractEventLoop,
+        tenants: Collection[str] = ("",),
     ) -> None:
-        """Binds the sockets; raises ConfigError."""
+        """Binds the sockets; raises ConfigError. `tenants`: whose blocks are told of."""
+        self._tenants = tenants
         self._config, self._namespaces, self._tokens_of = config, base.namespaces, tokens_of
         self._loop, self._metrics = loop, base.metrics.events
         self._node = config.node or socket.gethostname()
@@ -220,7 +222,8 @@ class KvEvents:
     def _is_told_of(self, namespace: NamespaceId) -> bool:
         """A hash stands for its prefix there, as routers count it; blocks of the same hash that are
         of use only beside those are not told of."""
-        return self._namespaces.get(namespace).spec.chained
+        spec = self._namespaces.get(namespace).spec
+        return spec.chained and spec.tenant in self._tenants
 
     def _ledger(self, namespace: NamespaceId) -> Ledger:
         found = self._ledgers.get(namespace)
@@ -231,8 +234,9 @@ class KvEvents:
     def _topic(self, namespace: NamespaceId) -> bytes:
         found = self._topic_of.get(namespace)
         if found is None:
-            model = self._namespaces.get(namespace).spec.model
-            found = self._config.topic.format(node=self._node, model=model).encode()
+            spec = self._namespaces.get(namespace).spec
+            names = {"node": self._node, "model": spec.model, "tenant": spec.tenant}
+            found = self._config.topic.format(**names).encode()
             self._topic_of[namespace] = found
             if found not in self._topics:
                 self._topics.add(found)  # What an earlier life of the daemon announced is void.

@@ -15,7 +15,11 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+from kvtier.errors import Forbidden
 from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, REFUSED, pack
+from kvtier.server.peers import peer_credentials
+from kvtier.server.security import Peer
+from kvtier.server.tenants import Tenant, refusal_facts
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +28,16 @@ SCRATCH_BYTES = 64 << 10
 BACKLOG = 128
 FRAME_SECONDS_MAX = 5.0
 
-Answer = Callable[[int, bytes], Awaitable[bytes]]
-"""(call number, payload) -> the answer's frame; never raises but for cancellation."""
+Answer = Callable[[int, bytes, Peer], Awaitable[bytes]]
+"""(call number, payload, who asks) -> the answer's frame; never raises but for cancellation."""
 
 
 class LaneListener:
     """Accepts connections, at most `connections_max`."""
 
-    def __init__(self, answer: Answer, *, connections_max: int) -> None:
+    def __init__(self, answer: Answer, tenant: Tenant, *, connections_max: int) -> None:
         self._answer = answer
+        self._tenant = tenant
         self.connections_max = connections_max
         self._connections: dict[LaneConnection, None] = {}
         self._socket: socket.socket | None = None
@@ -49,10 +54,20 @@ class LaneListener:
         assert self._socket is not None, "listen comes first"
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: LaneConnection(self._answer, tasks, self._connections, self.connections_max),
+            lambda: LaneConnection(
+                self._answer, self._admit, tasks, self._connections, self.connections_max
+            ),
             sock=self._socket,
             backlog=BACKLOG,
         )
+
+    def _admit(self, transport: asyncio.BaseTransport) -> Peer | None:
+        connection: socket.socket = transport.get_extra_info("socket")
+        try:
+            return self._tenant.admit(peer_credentials(connection))
+        except Forbidden as error:
+            log.warning("connection refused", extra=refusal_facts(self._tenant, connection, error))
+            return None
 
     def close(self) -> None:
         """Stop accepting and end every connection; calls under way are cancelled."""
@@ -70,11 +85,14 @@ class LaneConnection(asyncio.BufferedProtocol):
     def __init__(
         self,
         answer: Answer,
+        admit: Callable[[asyncio.BaseTransport], Peer | None],
         tasks: asyncio.TaskGroup,
         connections: dict[LaneConnection, None],
         connections_max: int,
     ) -> None:
         self._answer = answer
+        self._admit = admit
+        self._peer: Peer | None = None
         self._tasks = tasks
         self._connections = connections
         self._connections_max = connections_max
@@ -89,6 +107,10 @@ class LaneConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it.
         self._connections[self] = None
+        self._peer = self._admit(transport)
+        if self._peer is None:
+            self.close()
+            return
         if len(self._connections) > self._connections_max:
             log.warning("too many lane connections", extra={"max": self._connections_max})
             self._make_room()
@@ -145,7 +167,11 @@ class LaneConnection(asyncio.BufferedProtocol):
     def _expect_rest(self) -> None:
         if self._late is None:
             loop = asyncio.get_running_loop()
-            self._set_late(loop.call_later(FRAME_SECONDS_MAX, self.close))
+            self._set_late(loop.call_later(FRAME_SECONDS_MAX, self._end_late))
+
+    def _end_late(self) -> None:
+        log.warning("lane frame too slow", extra={"bytes": self._filled_bytes})
+        self.close()
 
     def _set_late(self, late: asyncio.TimerHandle | None) -> None:
         if self._late is not None:
@@ -162,7 +188,8 @@ class LaneConnection(asyncio.BufferedProtocol):
         transport = self._transport
         assert transport is not None, "a call before the connection"
         try:
-            frame = await self._answer(number, payload)
+            assert self._peer is not None, "a call of nobody"
+            frame = await self._answer(number, payload, self._peer)
         finally:
             self._call = None
         self._has_called |= HEAD.unpack_from(frame)[1] == 0

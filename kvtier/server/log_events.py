@@ -16,7 +16,7 @@ class LogEvent:
     fields: tuple[str, ...] = ()
 
 
-_SESSION = ("session", "role", "client", "by_value", "replaces")
+_SESSION = ("session", "tenant", "uid", "role", "client", "by_value", "replaces")
 _CALL = (
     *("request", "call", "session", "namespace", "asked", "found", "tiers", "cut", "missed"),
     "seconds",
@@ -43,12 +43,20 @@ EVENTS: dict[str, LogEvent] = {
     "session lost": LogEvent("warning", "its connection broke", _SESSION),
     "process died": LogEvent("info", "proven; its slots return", _SESSION),
     "session closed after bad frames": LogEvent("warning", "the client is broken", ("session",)),
+    "connection refused": LogEvent(
+        "warning",
+        "not one of the tenant's users, a Hello that was wrong or late, or a limit",
+        ("tenant", "uid", "error", "reason"),
+    ),
     "cannot accept": LogEvent("warning", "no descriptor is left, as a rule", ("reason",)),
     "too many lane connections": LogEvent("warning", "the oldest idle ones close", ("max",)),
     "lane frame before the answer was read": LogEvent("warning", "the client is broken"),
     "lane frame refused": LogEvent("warning", "too large", ("bytes",)),
+    "lane frame too slow": LogEvent("warning", "it was not whole in time", ("bytes",)),
     "call refused": LogEvent(
-        "info", "its error went to the client", ("request", "call", "session", "error", "reason")
+        "info",
+        "its error went to the client",
+        ("request", "call", "session", "tenant", "uid", "error", "reason"),
     ),
     "call slow": LogEvent(
         "warning",
@@ -80,6 +88,11 @@ EVENTS: dict[str, LogEvent] = {
     ),
     "epoch record unreadable": LogEvent("warning", "a new epoch begins", ("path", "reason")),
     "epoch record damaged, a new epoch begins": LogEvent("warning", "blocks are void", ("path",)),
+    "tenant not recorded": LogEvent(
+        "warning",
+        "after a restart its NVMe segments are nobody's until it is back",
+        ("path", "reason"),
+    ),
     "recording begins": LogEvent("info", "with [recorder] folder", ("path",)),
     "recording ended": LogEvent(
         "warning", "the disk failed, or was too slow; the daemon goes on", ("reason",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtier.config import Config
 from kvtier.config_values import AUTO
 from kvtier.core.settings import LowerSettings
+from kvtier.policy.admission import Admission
 from kvtier.server.nvme_paths import NvmePaths
 from kvtier.types import TierName
 
@@ -18,14 +19,16 @@ def lower_settings(config: Config, paths: NvmePaths | None) -> dict[TierName, Lo
     if config.cxl.is_set:
         # Memory does not wear: whatever has its checksum is copied at once.
         found[TierName.CXL] = LowerSettings(
-            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR, is_compared=False
+            write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR,
+            is_compared=False,
+            admission=Admission.ALL,
         )
     found[TierName.NVME] = _nvme_settings(config, paths)
     if config.remote.is_set:
         given = config.remote.write_bytes_per_hour
         found[TierName.REMOTE] = LowerSettings(
             write_bytes_per_hour=UNLIMITED_BYTES_PER_HOUR if given == AUTO else given,
-            copies_unused=False,
+            admission=Admission.REUSED,
         )
     return found
 
@@ -35,5 +38,6 @@ def _nvme_settings(config: Config, paths: NvmePaths | None) -> LowerSettings:
         return LowerSettings()
     given = config.nvme.write_bytes_per_hour
     return LowerSettings(
-        write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given
+        write_bytes_per_hour=paths.capacity_bytes / HOURS_OF_AUTO if given == AUTO else given,
+        admission=Admission(config.nvme.admission),
     )

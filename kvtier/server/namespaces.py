@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from kvtier.config_tenant import SHARED
 from kvtier.core.events import Clear, NamespaceOpened
 from kvtier.core.instructions import Cleared
-from kvtier.errors import BadRequest, LimitExceeded, UnknownNamespace
+from kvtier.errors import BadRequest, Forbidden, LimitExceeded, UnknownNamespace
 from kvtier.layout import PAD_BYTES
 from kvtier.namespace import NamespaceSpec
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.epochs import EpochStore
 from kvtier.server.finish import finish
+from kvtier.server.owners import Owners
+from kvtier.server.security import Peer, Rights
+from kvtier.server.wire import spec_from
 from kvtier.types import NamespaceId
+from kvtier.v1 import kvtier_pb2 as pb
 
 SLOT_BYTES_MIN = 64  # A cache line: neighbours are written by different processes.
 
@@ -52,6 +57,12 @@ def padded_stride(shard_bytes: int) -> int:
     return -(-shard_bytes // unit_bytes) * unit_bytes
 
 
+def _unknown(namespace: int) -> UnknownNamespace:
+    return UnknownNamespace(
+        f"namespace {namespace} is not of this life of the daemon: open it again"
+    )
+
+
 class Namespaces:
     """Opens and clears namespaces; lives on the event loop, writes records in a thread."""
 
@@ -64,7 +75,13 @@ class Namespaces:
         slab_count_max: int,
         count_max: int,
         stride: Callable[[int], int] = slot_stride,
+        shared: Mapping[str, frozenset[str]] | None = None,
+        owners: Owners | None = None,
     ) -> None:
+        """`count_max`: of each tenant. `shared`: models, each with the tenants that share it.
+        `owners`: where it is written down whose they are; None where there is one tenant."""
+        self._shared = shared or {}
+        self._owners = owners
         self._core = core
         self._epochs = epochs
         self._slab_bytes = slab_bytes
@@ -80,6 +97,10 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def owners(self) -> dict[bytes, str]:
+        """Tenants by fingerprint, those of former lives too, as far as that is known."""
+        return {} if self._owners is None else self._owners.known()
+
     def opened(self) -> Iterable[OpenedNamespace]:
         return list(self._by_id.values())
 
@@ -91,10 +112,32 @@ class Namespaces:
         """Raises UnknownNamespace."""
         found = self._by_id.get(namespace)
         if found is None:
-            raise UnknownNamespace(
-                f"namespace {namespace} is not of this life of the daemon: open it again"
-            )
+            raise _unknown(namespace)
         return found
+
+    def get_for(self, namespace: int, tenant: str) -> OpenedNamespace:
+        """Raises UnknownNamespace, for another tenant's as for one that there is not."""
+        found = self.get(namespace)
+        if not self.is_seen(found, tenant):
+            raise _unknown(namespace)
+        return found
+
+    def is_seen(self, opened: OpenedNamespace, tenant: str) -> bool:
+        """Whether the tenant may know of it."""
+        return opened.spec.tenant == self._owner(opened.spec.model, tenant)
+
+    def seen_by(self, tenant: str) -> list[OpenedNamespace]:
+        return [one for one in self._by_id.values() if self.is_seen(one, tenant)]
+
+    async def open_for(self, message: pb.NamespaceSpec, peer: Peer) -> OpenedNamespace:
+        """What a client asks for; raises BadRequest, and Forbidden where it may not."""
+        spec = spec_from(message, peer.tenant, self._owner(message.model, peer.tenant))
+        if peer.rights < Rights.ENGINE and spec.fingerprint() not in self._by_fingerprint:
+            raise Forbidden("a reader opens no namespace that no engine has opened")
+        return await self.open(spec)
+
+    def _owner(self, model: str, tenant: str) -> str:
+        return SHARED if tenant in self._shared.get(model, ()) else tenant
 
     async def open(self, spec: NamespaceSpec) -> OpenedNamespace:
         """The namespace of this spec, opened now if nobody did before."""
@@ -116,6 +159,8 @@ class Namespaces:
                 return found
             opened = self._describe(spec, fingerprint)
             epoch = await asyncio.to_thread(self._epochs.ensure, fingerprint)
+            if self._owners is not None:
+                await asyncio.to_thread(self._owners.note, fingerprint, spec.tenant)
             self._core.post(
                 NamespaceOpened(
                     namespace=opened.id,
@@ -127,6 +172,7 @@ class Namespaces:
                     fingerprint=fingerprint,
                     chained=spec.chained,
                     block_tokens=spec.block_tokens,
+                    tenant=spec.tenant,
                 )
             )
             self._by_id[opened.id] = opened
@@ -143,7 +189,7 @@ class Namespaces:
         return reply
 
     def _describe(self, spec: NamespaceSpec, fingerprint: bytes) -> OpenedNamespace:
-        if len(self._by_id) >= self.count_max:
+        if sum(one.spec.tenant == spec.tenant for one in self._by_id.values()) >= self.count_max:
             raise LimitExceeded(
                 f"{self.count_max} namespaces are open (server.namespaces_max): restart the "
                 "daemon, or raise the limit"

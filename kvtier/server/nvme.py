@@ -210,6 +210,7 @@ class NvmeKeeper:
                 sequence_first=self._pool.sequence_first,
                 key_id=self._pool.key_id,
                 lives=found.lives,
+                owners=tuple(self._namespaces.owners().items()),
                 is_writable=self._pool.condition.state is PoolState.ON,
             )
         )

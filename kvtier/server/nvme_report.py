@@ -58,6 +58,7 @@ class NvmeReport:
         bound_count = counts.segment_count - counts.free_segment_count
         metrics.nvme.segments.labels("bound").set(bound_count)
         metrics.nvme.write_budget_bytes.set(max(0, counts.budget_bytes_left))
+        metrics.nvme.note_refused(counts.refused_count)
         metrics.nvme.note_reuse(
             reused_count=counts.reused_segment_count,
             dropped_count=counts.dropped_count,

@@ -1,4 +1,4 @@
-"""Proof of life: pidfds of the processes behind sessions.
+"""Who connected, and proof of life: credentials and pidfds of the processes behind sessions.
 
 A pidfd becomes readable when its process, with all its threads and mappings, is gone. The kernel
 gives one for the peer of a Unix socket (SO_PEERPIDFD, Linux 6.5); before that the client passes its
@@ -10,10 +10,34 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 SO_PEERPIDFD = 77
+SO_PEERGROUPS = 59
+_GROUPS_MAX = 65_536
+_CREDENTIALS = struct.Struct("iII")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Of the process that connected, at that moment, as this process's user namespace has them."""
+
+    uid: int
+    gids: frozenset[int]
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """What the kernel says of who connected to this Unix socket."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, gid = _CREDENTIALS.unpack(packed)
+    try:
+        groups = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * _GROUPS_MAX)
+    except OSError:
+        groups = b""
+    return Credentials(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))
 
 
 def peer_pidfd(connection: socket.socket) -> int | None:

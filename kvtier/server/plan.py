@@ -10,9 +10,9 @@ from kvtier.config_values import AUTO
 from kvtier.errors import ConfigError
 from kvtier.io.budget import available_bytes
 from kvtier.io.nodes import node_room_bytes
-from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.server.activation import Listeners
 from kvtier.server.keeping import Keeper
+from kvtier.server.tenants import Tenant, tenants_of
 
 BUDGET_BYTES_MAX = 64 << 30
 HUGE_BYTES = 2 << 20
@@ -22,9 +22,7 @@ HUGE_BYTES = 2 << 20
 class Plan:
     """What follows from the configuration and this machine, before anything is made."""
 
-    socket: Path
-    grpc_socket: Path
-    lane_socket: Path
+    tenants: tuple[Tenant, ...]  # The owner of server.socket first.
     state_dir: Path
     generation: int
     slab_bytes: int
@@ -32,6 +30,11 @@ class Plan:
     page_kind: str = ""
     listeners: Listeners = field(default_factory=Listeners)
     keeper: Keeper = field(default_factory=Keeper)
+
+    @property
+    def socket(self) -> Path:
+        """Of the operator."""
+        return self.tenants[0].socket
 
 
 def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: int) -> Plan:
@@ -51,9 +54,7 @@ def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: in
     if budget_bytes < slab_bytes:
         raise ConfigError(f"{budget_bytes} bytes of memory hold no slab of {slab_bytes}")
     return Plan(
-        socket=socket,
-        grpc_socket=grpc_socket_path(socket),
-        lane_socket=lane_socket_path(socket),
+        tenants=tenants_of(config.server.tenant, socket, config.tenant),
         state_dir=state_dir,
         generation=generation,
         slab_bytes=slab_bytes,

@@ -9,11 +9,12 @@ from typing import Protocol
 
 from prometheus_client import Metric
 
-from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts
+from kvtier.core.stats import LowerCounts, ManagerStats, NamespaceCounts, SessionCounts
 from kvtier.metrics.labels import LIMITS, SESSION_STATES
 from kvtier.policy.eviction import EvictionOrder, GuardReport
 from kvtier.server.base import Base
 from kvtier.server.namespaces import OpenedNamespace
+from kvtier.server.security import Peer, Rights
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.types import PROTOCOL_VERSION, NamespaceId, TierName
@@ -85,8 +86,11 @@ class Reporter:
         self._refresh()
         return self._metrics.registry.gather()
 
-    def stats_response(self) -> pb.StatsResponse:
+    def stats_response(self, peer: Peer) -> pb.StatsResponse:
+        """Everything for the operator; else what is the peer's tenant's own."""
         stats = self._refresh()
+        if peer.rights is not Rights.OPERATOR:
+            return self._stats_of_tenant(stats, peer.tenant)
         return pb.StatsResponse(
             daemon_version=VERSION,
             protocol=PROTOCOL_VERSION,
@@ -94,7 +98,7 @@ class Reporter:
             uptime_seconds=self._clock.now() - self._started_at,
             draining=stats.draining,
             tiers=[
-                self._tier_stats(stats),
+                self._dram_stats(stats),
                 *(
                     tier
                     for report in self._lower
@@ -102,22 +106,51 @@ class Reporter:
                 ),
             ],
             namespaces=[self._namespace_stats(one) for one in stats.namespaces],
-            sessions=self._session_stats(stats),
+            sessions=self._session_stats(stats.sessions),
             counters=self._metrics.samples(),
         )
 
-    def _tier_stats(self, stats: ManagerStats) -> pb.TierStats:
+    def _stats_of_tenant(self, stats: ManagerStats, tenant: str) -> pb.StatsResponse:
+        """As if there were nobody else. Counters of the whole daemon tell of others: of those it
+        has none but its namespaces' own."""
+        seen = {one.id for one in self._namespaces.seen_by(tenant)}
+        mine = [one for one in stats.namespaces if one.namespace in seen]
+        sessions = [
+            one for one in stats.sessions if self._sessions.tenant_of(one.session) == tenant
+        ]
+        bound_bytes = sum(one.slot_count * one.slot_bytes * one.shard_count for one in mine)
+        names = {f'namespace="{_name_of(self._namespaces.get(one))}"' for one in seen}
+        counters = {
+            name: value
+            for name, value in self._metrics.samples().items()
+            if any(one in name for one in names)
+        }
+        return pb.StatsResponse(
+            daemon_version=VERSION,
+            protocol=PROTOCOL_VERSION,
+            generation=self._generation,
+            uptime_seconds=self._clock.now() - self._started_at,
+            draining=stats.draining,
+            tiers=[self._tier_stats(mine, self._slabs.budget_bytes, bound_bytes)],
+            namespaces=[self._namespace_stats(one) for one in mine],
+            sessions=self._session_stats(sessions),
+            counters=counters,
+        )
+
+    def _tier_stats(
+        self, namespaces: Sequence[NamespaceCounts], budget_bytes: int, populated_bytes: int
+    ) -> pb.TierStats:
         return pb.TierStats(
             tier=DRAM,
-            budget_bytes=self._slabs.budget_bytes,
-            populated_bytes=self._slabs.populated_bytes,
-            slot_count=sum(one.slot_count for one in stats.namespaces),
-            free_count=sum(one.free_count for one in stats.namespaces),
-            ready_count=sum(one.ready_count for one in stats.namespaces),
-            reserved_count=sum(one.reserved_count for one in stats.namespaces),
-            quarantined_count=sum(one.quarantined_count for one in stats.namespaces),
-            pinned_count=sum(one.leased_count for one in stats.namespaces),
-            held_count=sum(one.held_count for one in stats.namespaces),
+            budget_bytes=budget_bytes,
+            populated_bytes=populated_bytes,
+            slot_count=sum(one.slot_count for one in namespaces),
+            free_count=sum(one.free_count for one in namespaces),
+            ready_count=sum(one.ready_count for one in namespaces),
+            reserved_count=sum(one.reserved_count for one in namespaces),
+            quarantined_count=sum(one.quarantined_count for one in namespaces),
+            pinned_count=sum(one.leased_count for one in namespaces),
+            held_count=sum(one.held_count for one in namespaces),
             page_kind=self._page_kind,
         )
 
@@ -136,7 +169,11 @@ class Reporter:
             tenant=opened.spec.tenant,
         )
 
-    def _session_stats(self, stats: ManagerStats) -> list[pb.SessionStats]:
+    def _dram_stats(self, stats: ManagerStats) -> pb.TierStats:
+        slabs = self._slabs
+        return self._tier_stats(stats.namespaces, slabs.budget_bytes, slabs.populated_bytes)
+
+    def _session_stats(self, sessions: Sequence[SessionCounts]) -> list[pb.SessionStats]:
         names = dict(self._sessions.names())
         return [
             pb.SessionStats(
@@ -149,13 +186,13 @@ class Reporter:
                 engine_id=one.engine,
                 by_value=one.by_value,
             )
-            for one in stats.sessions
+            for one in sessions
         ]
 
     def _refresh(self) -> ManagerStats:
         stats = self._core.stats()
         metrics = self._metrics
-        tier = self._tier_stats(stats)
+        tier = self._dram_stats(stats)
         metrics.state.tier_budget_bytes.labels(DRAM).set(tier.budget_bytes)
         metrics.state.tier_populated_bytes.labels(DRAM).set(tier.populated_bytes)
         for state, count in {
@@ -179,6 +216,7 @@ class Reporter:
         now, oldest_at = self._clock.now(), stats.oldest_lease_at
         metrics.state.oldest_lease_seconds.set(0.0 if oldest_at is None else now - oldest_at)
         self._refresh_namespaces(stats, now)
+        self._refresh_tenants(stats)
         pending_count = stats.slab_count_max - stats.slab_bound_count - stats.slab_stock_count
         metrics.state.slabs.labels("stock").set(stats.slab_stock_count)
         metrics.state.slabs.labels("bound").set(stats.slab_bound_count)
@@ -192,6 +230,16 @@ class Reporter:
             report.refresh(stats.lower.get(report.tier))
         return stats
 
+    def _refresh_tenants(self, stats: ManagerStats) -> None:
+        held: dict[str, int] = {}
+        for one in stats.namespaces:
+            tenant = self._namespaces.get(one.namespace).spec.tenant
+            length_bytes = one.slot_count * one.slot_bytes * one.shard_count
+            held[tenant] = held.get(tenant, 0) + length_bytes
+        if any(held):  # One without a name alone is no news.
+            for tenant, length_bytes in held.items():
+                self._metrics.tenants.memory_bytes.labels(tenant).set(length_bytes)
+
     def _refresh_guards(self, guards: Sequence[GuardReport]) -> None:
         state = self._metrics.state
         for order in EvictionOrder:
@@ -204,8 +252,7 @@ class Reporter:
             state.shadow_hit_blocks.labels(order.value).set(hit_count)
 
     def _name(self, opened: OpenedNamespace) -> None:
-        name = f"{opened.spec.model[:NAME_CHARS_MAX]}@{opened.fingerprint.hex()[:8]}"
-        self._metrics.blocks.asked.name(opened.id, name, opened.payload_bytes)
+        self._metrics.blocks.asked.name(opened.id, _name_of(opened), opened.payload_bytes)
 
     def _refresh_namespaces(self, stats: ManagerStats, now: float) -> None:
         """Tell what is resident; forget who has nothing and has asked for nothing for long."""
@@ -219,6 +266,10 @@ class Reporter:
             elif now - since >= IDLE_SECONDS:
                 del self._asked[namespace]
                 asked.forget(namespace)
+
+
+def _name_of(opened: OpenedNamespace) -> str:
+    return f"{opened.spec.model[:NAME_CHARS_MAX]}@{opened.fingerprint.hex()[:8]}"
 
 
 def open_fd_count() -> int:

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvtier.core.engines import ProcessState, Session
 from kvtier.core.events import ProcessDied, SessionEnded, SessionLost, SessionOpened
 from kvtier.server.inventory import ParkedSession
-from kvtier.server.security import Caller
+from kvtier.server.security import Caller, Peer, Rights
 from kvtier.types import EngineId, Role, SessionId
 
 
@@ -54,7 +54,14 @@ def parked_session(one: Session, record: Record | None) -> ParkedSession:
         replaces=0 if record is None else record.replaces or 0,
         replaced_by=0 if record is None else record.replaced_by or 0,
         pidfd="" if record is None else record.pidfd_name,
+        tenant=one.tenant,
+        uid=-1 if record is None or record.caller.peer.uid is None else record.caller.peer.uid,
     )
+
+
+def parked_peer(one: ParkedSession) -> Peer:
+    """Whose the session was; it calls no more, so its rights are of no use."""
+    return Peer(one.tenant, None if one.uid < 0 else one.uid, Rights.READER)
 
 
 def restored_events(
@@ -72,6 +79,7 @@ def restored_events(
             shards=one.shards,
             by_value=one.by_value,
             replaces=None if before is None else SessionId(before.session),
+            tenant=one.tenant,
         )
         newest[one.process] = one
     for one in newest.values():

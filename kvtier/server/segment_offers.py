@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.config import CxlConfig
+from kvtier.config_cxl import CxlConfig
 from kvtier.core.events import SegmentsMapped
 from kvtier.errors import BadFrame
 from kvtier.pools.cxl import ClientSlab, CxlMemory, MeasuredSpeed

@@ -18,14 +18,13 @@ from kvtier.server.calls import Handlers, Send
 from kvtier.server.leasing import Leasing
 from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.remote_search import RemoteSearch
-from kvtier.server.security import Caller
+from kvtier.server.security import Caller, Peer, Rights
 from kvtier.server.sessions import Sessions
 from kvtier.server.watch import TokenIds, WatchHub
 from kvtier.server.wire import (
     check_packed,
     check_protocol,
     slots_from,
-    spec_from,
     tier_counts,
 )
 from kvtier.types import (
@@ -52,7 +51,6 @@ class EngineFacts:
     """What does not change in the daemon's life."""
 
     generation: int
-    tenant: str
     wait_seconds_max: float
 
 
@@ -94,13 +92,13 @@ class EngineCalls:
         }
         handlers.streaming["Acquire"] = self.acquire
 
-    async def greet(self, request: pb.GreetRequest, _: None) -> pb.GreetResponse:
+    async def greet(self, request: pb.GreetRequest, peer: Peer) -> pb.GreetResponse:
         check_protocol(request.protocol)
-        self._sessions.require_room()
+        self._sessions.require_room(peer.tenant)
         opened: OpenedNamespace | None = None
         if request.HasField("spec"):
-            opened = await self._namespaces.open(spec_from(request.spec, self._facts.tenant))
-        caller = self._sessions.greet()
+            opened = await self._namespaces.open_for(request.spec, peer)
+        caller = self._sessions.greet(peer)
         if opened is not None:
             self._core.post(ev.NamespaceJoined(caller.session, opened.id))
         return pb.GreetResponse(
@@ -117,7 +115,7 @@ class EngineCalls:
         """The hot path: no copy of the hashes, no event."""
         started_ns = self._clock.now_ns()
         packed = request.hashes
-        namespace = self._namespaces.get(request.namespace_id)
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         count = check_packed(packed, namespace.spec.hash_bytes)
         found = self._core.match_packed(namespace.id, packed)
         reason = ""
@@ -129,7 +127,7 @@ class EngineCalls:
         self._metrics.blocks.asked.note(namespace.id, "match", count, found.tiers, reason)
         spent_ns = self._clock.now_ns() - started_ns
         seconds = spent_ns / 1e9
-        self._notes.matched(request, caller.session, namespace, packed, found, seconds=seconds)
+        self._notes.matched(request, caller, namespace, packed, found, seconds=seconds)
         return pb.MatchResponse(
             matched_count=found.matched_count,
             memory_count=found.memory_count,
@@ -144,7 +142,7 @@ class EngineCalls:
     async def acquire(self, request: pb.AcquireRequest, caller: Caller, send: Send) -> None:
         """One `ready`, before it a `pending` if blocks must be promoted. Cancelled before `ready`
         is sent, the lease ends."""
-        namespace, hashes = self._hashes_of(request)
+        namespace, hashes = self._hashes_of(request, caller)
         if request.skip_count > len(hashes):
             raise BadRequest(f"skip_count is {request.skip_count} of {len(hashes)} hashes")
         deadline, now = request.deadline_ns / 1e9, self._clock.now()
@@ -170,7 +168,7 @@ class EngineCalls:
             granted = await self._leasing.acquire(event, tell_pending)
         seconds = self._clock.now() - now
         self._metrics.calls.acquire_seconds[waited].observe(seconds)
-        self._notes.acquired(request, caller.session, hashes, granted, seconds=seconds)
+        self._notes.acquired(request, caller, hashes, granted, seconds=seconds)
         if granted is None:
             self._note_acquire(namespace.id, hashes, Cut.DEADLINE, 0, ())
             await send(self._late(namespace, request))
@@ -206,8 +204,9 @@ class EngineCalls:
         count = ended.count
         if count and seconds[0]:
             self._metrics.blocks.note_release(*seconds)
-        if count < len(leases):
-            pins = await self._core.run(ev.Release(DAEMON_SESSION, leases))
+        pinned = self._pins_of(caller, leases) if count < len(leases) else ()
+        if pinned:
+            pins = await self._core.run(ev.Release(DAEMON_SESSION, pinned))
             assert isinstance(pins, ins.LeasesEnded), "Release has one kind of reply"
             count += pins.count
         return pb.ReleaseResponse(ended_count=count)
@@ -215,7 +214,7 @@ class EngineCalls:
     # ----------------------------------------------------------------------------- reservations
 
     async def reserve(self, request: pb.ReserveRequest, caller: Caller) -> pb.ReserveResponse:
-        namespace = self._namespaces.get(request.namespace_id)
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         _check_count("count", request.count, RESERVE_SLOTS_MAX)
         reply = await self._core.run(ev.Reserve(caller.session, namespace.id, request.count))
         assert isinstance(reply, ins.SlotsReserved), "Reserve has one kind of reply"
@@ -225,7 +224,7 @@ class EngineCalls:
         )
 
     async def commit(self, request: pb.CommitRequest, caller: Caller) -> pb.CommitResponse:
-        namespace, hashes = self._hashes_of(request)
+        namespace, hashes = self._hashes_of(request, caller)
         event = _commit_event(request, caller.session, namespace, hashes)
         with self._watch.describing(self._token_ids(request, namespace, hashes)):
             reply = await self._core.run(event)
@@ -236,7 +235,7 @@ class EngineCalls:
         return pb.CommitResponse(outcomes=reply.outcomes, epoch=reply.epoch)
 
     async def abort(self, request: pb.AbortRequest, caller: Caller) -> pb.AbortResponse:
-        namespace = self._namespaces.get(request.namespace_id)
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         _check_count("slots", len(request.slots), RESERVE_SLOTS_MAX)
         slots = slots_from(request.slots)
         reply = await self._core.run(ev.Abort(caller.session, namespace.id, slots))
@@ -246,8 +245,8 @@ class EngineCalls:
 
     # ---------------------------------------------------------------------------------- advice
 
-    async def prefetch(self, request: pb.PrefetchRequest, _: Caller) -> pb.PrefetchResponse:
-        namespace, hashes = self._hashes_of(request)
+    async def prefetch(self, request: pb.PrefetchRequest, caller: Caller) -> pb.PrefetchResponse:
+        namespace, hashes = self._hashes_of(request, caller)
         reply = await self._core.run(ev.Prefetch(namespace.id, hashes))
         assert isinstance(reply, ins.PrefetchBegun), "Prefetch has one kind of reply"
         if self._search is not None and namespace.spec.chained:
@@ -257,8 +256,8 @@ class EngineCalls:
             memory_count=reply.memory_count, promoting_count=reply.promoting_count
         )
 
-    async def hint(self, request: pb.HintRequest, _: Caller) -> pb.HintResponse:
-        namespace, hashes = self._hashes_of(request)
+    async def hint(self, request: pb.HintRequest, caller: Caller) -> pb.HintResponse:
+        namespace, hashes = self._hashes_of(request, caller)
         if len(request.turn_kind) > TURN_KIND_CHARS_MAX:
             raise BadRequest(f"turn_kind is too long: at most {TURN_KIND_CHARS_MAX} characters")
         event: ev.HintSessionEnd | ev.HintPaused
@@ -277,11 +276,19 @@ class EngineCalls:
     def _hashes_of(
         self,
         request: pb.AcquireRequest | pb.CommitRequest | pb.PrefetchRequest | pb.HintRequest,
+        caller: Caller,
     ) -> tuple[OpenedNamespace, PackedHashes]:
-        namespace = self._namespaces.get(request.namespace_id)
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         packed = request.hashes
         check_packed(packed, namespace.spec.hash_bytes)
         return namespace, PackedHashes(packed, namespace.spec.hash_bytes)
+
+    def _pins_of(self, caller: Caller, leases: tuple[LeaseId, ...]) -> tuple[LeaseId, ...]:
+        """Of these leases those in the caller's namespaces, if it may end pins."""
+        if caller.peer.rights < Rights.ADMIN:
+            return ()
+        mine = {one.id for one in self._namespaces.seen_by(caller.tenant)}
+        return tuple(lease for lease in leases if self._core.lease_namespace(lease) in mine)
 
     def _takes_direct(self, session: SessionId) -> bool:
         record = self._sessions.get(session)

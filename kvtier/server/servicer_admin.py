@@ -58,15 +58,15 @@ class AdminCalls:
             "Stats": self.stats,
         }
 
-    async def evict(self, request: pb.EvictRequest, _: Caller) -> pb.EvictResponse:
-        namespace, hashes = self._hashes_of(request)
+    async def evict(self, request: pb.EvictRequest, caller: Caller) -> pb.EvictResponse:
+        namespace, hashes = self._hashes_of(request, caller)
         reply = await self._core.run(ev.Evict(namespace.id, hashes))
         assert isinstance(reply, ins.Evicted), "Evict has one kind of reply"
         return pb.EvictResponse(evicted_count=reply.evicted_count, kept_count=reply.kept_count)
 
-    async def pin(self, request: pb.PinRequest, _: Caller) -> pb.PinResponse:
+    async def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinResponse:
         """A lease of the daemon's own: it outlives the administrator's session."""
-        namespace, hashes = self._hashes_of(request)
+        namespace, hashes = self._hashes_of(request, caller)
         if not 1 <= request.hold_ms <= PIN_MS_MAX:
             raise BadRequest(f"hold_ms is {request.hold_ms}: pin for 1 ms to a day")
         now = self._clock.now()
@@ -83,9 +83,10 @@ class AdminCalls:
             cut=cast("pb.Cut", int(reply.cut)),
         )
 
-    async def clear(self, request: pb.ClearRequest, _: Caller) -> pb.ClearResponse:
+    async def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearResponse:
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         # Also for a caller that has gone: a clear that stops half way turns the remote tier off.
-        cleared = await finish(self._clear(self._namespaces.get(request.namespace_id)))
+        cleared = await finish(self._clear(namespace))
         return pb.ClearResponse(epoch=cleared.epoch, voided_count=cleared.voided_count)
 
     async def drain(self, request: pb.DrainRequest, _: Caller) -> pb.DrainResponse:
@@ -107,17 +108,17 @@ class AdminCalls:
             check_us=int((self._clock.now() - started) * 1e6),
         )
 
-    async def explain(self, request: pb.ExplainRequest, _: Caller) -> pb.ExplainResponse:
-        return self._explainer.explain(request)
+    async def explain(self, request: pb.ExplainRequest, caller: Caller) -> pb.ExplainResponse:
+        return self._explainer.explain(request, caller.peer)
 
-    async def list_blocks(self, request: pb.ListRequest, _: Caller) -> pb.ListResponse:
-        namespace = self._namespaces.get(request.namespace_id)
+    async def list_blocks(self, request: pb.ListRequest, caller: Caller) -> pb.ListResponse:
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         page = self._core.listing(namespace.id, request.row_first)
         return pb.ListResponse(hashes=page.packed, tiers=page.tiers, row_next=page.row_next)
 
-    async def stats(self, request: pb.StatsRequest, _: Caller) -> pb.StatsResponse:
-        answer = self._reporter.stats_response()
-        answer.slow_calls.extend(self._explainer.slow_calls())
+    async def stats(self, request: pb.StatsRequest, caller: Caller) -> pb.StatsResponse:
+        answer = self._reporter.stats_response(caller.peer)
+        answer.slow_calls.extend(self._explainer.slow_calls(caller.peer))
         return answer
 
     async def _clear(self, namespace: OpenedNamespace) -> ins.Cleared:
@@ -129,8 +130,8 @@ class AdminCalls:
         return cleared
 
     def _hashes_of(
-        self, request: pb.EvictRequest | pb.PinRequest
+        self, request: pb.EvictRequest | pb.PinRequest, caller: Caller
     ) -> tuple[OpenedNamespace, PackedHashes]:
-        namespace = self._namespaces.get(request.namespace_id)
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         check_packed(request.hashes, namespace.spec.hash_bytes)
         return namespace, PackedHashes(request.hashes, namespace.spec.hash_bytes)

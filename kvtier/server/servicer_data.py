@@ -84,8 +84,12 @@ class DataCalls:
         self._metrics = base.metrics
         self._missed = base.missed
         self.puts_max = puts_max
-        self.active_count = 0
+        self._active: dict[str, int] = {}  # By tenant.
         self._lease_seconds_max = lease_seconds_max
+
+    @property
+    def active_count(self) -> int:
+        return sum(self._active.values())
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.collecting["Put"] = self.put
@@ -94,14 +98,14 @@ class DataCalls:
     # ------------------------------------------------------------------------------------- put
 
     async def put(
-        self, first: pb.PutRequest, _: Caller, rest: AsyncIterator[pb.PutRequest]
+        self, first: pb.PutRequest, caller: Caller, rest: AsyncIterator[pb.PutRequest]
     ) -> pb.PutResponse:
-        namespace = self._namespaces.get(first.namespace_id)
+        namespace = self._namespaces.get_for(first.namespace_id, caller.tenant)
         size = namespace.spec.hash_bytes
         if len(first.parent) not in (0, size):
             raise BadRequest(f"parent has {len(first.parent)} bytes: a hash here has {size}")
         put = _Put(namespace, BlockHash(first.parent) if first.parent else None)
-        with self._one_of_puts():
+        with self._one_of_puts(caller.tenant):
             try:
                 await self._take_piece(put, first)
                 while (
@@ -218,9 +222,9 @@ class DataCalls:
 
     # ------------------------------------------------------------------------------------- get
 
-    async def get(self, request: pb.GetRequest, _: Caller, send: Send) -> None:
+    async def get(self, request: pb.GetRequest, caller: Caller, send: Send) -> None:
         """Blocks from the first one to the first gap, a window of leased blocks at a time."""
-        namespace = self._namespaces.get(request.namespace_id)
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
         size = namespace.spec.hash_bytes
         count = check_packed(request.hashes, size)
         matched = self._core.match_packed(namespace.id, request.hashes)
@@ -228,7 +232,7 @@ class DataCalls:
         reason = self._missed.of_match(namespace.id, packed, matched)
         self._metrics.blocks.asked.note(namespace.id, "get", count, matched.tiers, reason)
         wait_until = self._clock.now() + GET_WAIT_SECONDS
-        with self._one_of_puts():
+        with self._one_of_puts(caller.tenant):
             for start in range(0, count, GET_WINDOW_BLOCKS):
                 stop = min(start + GET_WINDOW_BLOCKS, count)
                 hashes = PackedHashes(request.hashes[: stop * size], size)
@@ -284,26 +288,26 @@ class DataCalls:
 
     # ----------------------------------------------------------------------------------- watch
 
-    async def watch(self, request: pb.WatchRequest, _: Caller, send: Send) -> None:
+    async def watch(self, request: pb.WatchRequest, caller: Caller, send: Send) -> None:
         """Until the client ends the call."""
-        namespace = self._namespaces.get(request.namespace_id)
-        with self._watch.watching(namespace.id) as watcher:
+        namespace = self._namespaces.get_for(request.namespace_id, caller.tenant)
+        with self._watch.watching(namespace.id, caller.tenant) as watcher:
             while True:
                 await send(await watcher.next_event())
 
     # --------------------------------------------------------------------------------- helpers
 
     @contextmanager
-    def _one_of_puts(self) -> Iterator[None]:
-        if self.active_count >= self.puts_max:
+    def _one_of_puts(self, tenant: str) -> Iterator[None]:
+        if self._active.get(tenant, 0) >= self.puts_max:
             raise LimitExceeded(
                 f"{self.puts_max} Put and Get calls are under way (server.puts_max)"
             )
-        self.active_count += 1
+        self._active[tenant] = self._active.get(tenant, 0) + 1
         try:
             yield
         finally:
-            self.active_count -= 1
+            self._active[tenant] -= 1
 
 
 def _patience(put: _Put, now: float) -> float:

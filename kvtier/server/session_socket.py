@@ -11,22 +11,23 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
 from kvtier.core.events import NamespaceJoined, SessionQuiet, SlabMapped, SlabUnmapped
-from kvtier.errors import BadFrame, KVTierError, LimitExceeded
+from kvtier.errors import BadFrame, Forbidden, KVTierError, LimitExceeded
 from kvtier.layout import SlotLayout
 from kvtier.metrics.labels import FRAME_ERRORS
 from kvtier.server.base import Base
 from kvtier.server.handshake import Greeting, check_hello
 from kvtier.server.link import FRAME_BYTES_MAX, Link, Packet
-from kvtier.server.peers import is_pidfd, peer_pidfd
+from kvtier.server.peers import is_pidfd, peer_credentials, peer_pidfd
+from kvtier.server.security import Peer, Rights
 from kvtier.server.segment_offers import SegmentOffers
-from kvtier.server.sessions import SessionRecord, Sessions
-from kvtier.server.wire import spec_from
-from kvtier.types import PROTOCOL_VERSION, SessionId, SlabId
+from kvtier.server.sessions import Opening, SessionRecord, Sessions
+from kvtier.server.tenants import Tenant, refusal_facts
+from kvtier.types import PROTOCOL_VERSION, Role, SessionId, SlabId
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import VERSION
 
@@ -44,7 +45,6 @@ class SocketFacts:
 
     generation: int
     grpc_address: str
-    tenant: str
     hello_seconds: float
     lease_seconds_max: float
     lease_margin_seconds: float
@@ -60,8 +60,10 @@ class SessionSocket:
         base: Base,
         sessions: Sessions,
         offers: SegmentOffers,
+        tenant: Tenant,
     ) -> None:
         self._facts = facts
+        self._tenant = tenant
         self._core = base.core
         self._sessions = sessions
         self._offers = offers
@@ -135,7 +137,9 @@ class SessionSocket:
     async def _greet(self, link: Link) -> SessionRecord | None:
         """Welcome, Hello, SessionOpened; None when the client was refused or did not speak."""
         try:
-            if self._sessions.used_count + self._greeting_count > 2 * self._sessions.sessions_max:
+            peer = self._tenant.admit(peer_credentials(link.connection))
+            used_count = self._sessions.used_count_of(self._tenant.name)
+            if used_count + self._greeting_count > 2 * self._sessions.sessions_max:
                 raise LimitExceeded("too many connections are waiting for their Hello")
             welcome_ns = self._clock.now_ns()
             welcome = pb.Welcome(
@@ -147,15 +151,19 @@ class SessionSocket:
             link.send(pb.DaemonFrame(welcome=welcome).SerializeToString())
             async with asyncio.timeout(self._facts.hello_seconds):
                 packet = await link.receive()
-            return None if packet is None else self._open(link, packet, welcome_ns)
+            return None if packet is None else self._open(link, packet, welcome_ns, peer)
         except TimeoutError:
             late = BadFrame(f"no Hello within {self._facts.hello_seconds:g} s")
-            self._answer_error(link, late, 0)
+            self._refuse(link, late)
         except KVTierError as error:
-            self._answer_error(link, error, 0)
+            self._refuse(link, error)
         return None
 
-    def _open(self, link: Link, packet: Packet, welcome_ns: int) -> SessionRecord:
+    def _refuse(self, link: Link, error: KVTierError) -> None:
+        log.warning("connection refused", extra=refusal_facts(self._tenant, link.connection, error))
+        self._answer_error(link, error, 0)
+
+    def _open(self, link: Link, packet: Packet, welcome_ns: int, peer: Peer) -> SessionRecord:
         pidfd = peer_pidfd(link.connection)
         try:
             frame = _parse(packet)
@@ -170,6 +178,7 @@ class SessionSocket:
                 is_life_provable=pidfd is not None,
             )
             opening, reason = check_hello(frame.hello, greeting)
+            opening = self._of_tenant(opening, peer)
             record = self._sessions.open(opening, link, pidfd)
         except KVTierError:
             if pidfd is not None:
@@ -190,6 +199,11 @@ class SessionSocket:
         link.send(pb.DaemonFrame(opened=opened).SerializeToString())
         self._offers.offer(record)
         return record
+
+    def _of_tenant(self, opening: Opening, peer: Peer) -> Opening:
+        if peer.rights < Rights.ENGINE and opening.role is not Role.TOOL:
+            raise Forbidden(f"a reader is no engine: say role TOOL, not {opening.role.name}")
+        return replace(opening, peer=peer, engine=self._tenant.engine(opening.engine))
 
     async def _converse(self, record: SessionRecord, link: Link) -> None:
         """Until Bye, the end of the connection, or too many bad frames."""
@@ -231,7 +245,7 @@ class SessionSocket:
         handler(record, frame)
 
     async def _on_open_namespace(self, record: SessionRecord, asked: pb.OpenNamespace) -> None:
-        opened = await self._namespaces.open(spec_from(asked.spec, self._facts.tenant))
+        opened = await self._namespaces.open_for(asked.spec, record.caller.peer)
         if not record.is_live:
             return
         layout = SlotLayout(opened.spec.shard_bytes, opened.spec.shard_count)

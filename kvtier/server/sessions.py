@@ -22,8 +22,8 @@ from kvtier.server.inventory import ParkedSession
 from kvtier.server.keeping import Keeper
 from kvtier.server.link import Link
 from kvtier.server.peers import PidfdWatch
-from kvtier.server.restored import NoLink, parked_session, restored_events
-from kvtier.server.security import Caller, Tokens
+from kvtier.server.restored import NoLink, parked_peer, parked_session, restored_events
+from kvtier.server.security import Caller, Peer, Tokens, check_origin
 from kvtier.types import EngineId, Role, SessionId, SlabId
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -67,6 +67,7 @@ class Opening:
     old_token: bytes
     node: int | None = None  # The NUMA node nearest to a worker's device.
     knows_segments: bool = False
+    peer: Peer = Peer()
 
 
 class Sessions:
@@ -95,8 +96,13 @@ class Sessions:
 
     @property
     def used_count(self) -> int:
-        """Of `sessions_max`: live and lost ones, and those opened by Greet."""
-        return len(self._records) + self._tokens.greeted_count
+        """Of all tenants: live and lost ones, and those opened by Greet."""
+        return len(self._records) + self._tokens.greeted_count()
+
+    def used_count_of(self, tenant: str) -> int:
+        """Of the tenant's `sessions_max`."""
+        mine = sum(record.caller.tenant == tenant for record in self._records.values())
+        return mine + self._tokens.greeted_count(tenant)
 
     @property
     def keeps_memory(self) -> bool:
@@ -114,13 +120,18 @@ class Sessions:
     def open(self, opening: Opening, link: Link, pidfd: int | None) -> SessionRecord:
         """Open a session; takes `pidfd` over if it returns.
 
-        Raises Unauthenticated or LimitExceeded.
+        Raises Unauthenticated, Forbidden or LimitExceeded.
         """
         old = self._old_record(opening)
         if old is None:
-            self.require_room()
+            self.require_room(opening.peer.tenant)
         caller = self._tokens.issue(
-            self._new_id(), opening.role, by_value=opening.by_value, greeted=False, now=self._now()
+            self._new_id(),
+            opening.role,
+            opening.peer,
+            by_value=opening.by_value,
+            greeted=False,
+            now=self._now(),
         )
         record = SessionRecord(
             id=caller.session,
@@ -145,6 +156,7 @@ class Sessions:
                 by_value=record.by_value,
                 replaces=record.replaces,
                 node=opening.node,
+                tenant=opening.peer.tenant,
             )
         )
         self._keep(record)
@@ -152,14 +164,16 @@ class Sessions:
         log.info("session opened", extra=_facts(record))
         return record
 
-    def greet(self) -> Caller:
+    def greet(self, peer: Peer) -> Caller:
         """Open a by-value session that ends when it was not used for a minute."""
-        self.require_room()
+        self.require_room(peer.tenant)
         caller = self._tokens.issue(
-            self._new_id(), Role.TOOL, by_value=True, greeted=True, now=self._now()
+            self._new_id(), Role.TOOL, peer, by_value=True, greeted=True, now=self._now()
         )
         engine = EngineId(secrets.token_bytes(16))
-        self._core.post(SessionOpened(caller.session, engine, Role.TOOL, by_value=True))
+        self._core.post(
+            SessionOpened(caller.session, engine, Role.TOOL, by_value=True, tenant=peer.tenant)
+        )
         return caller
 
     def expire_greeted(self) -> None:
@@ -167,8 +181,8 @@ class Sessions:
             self._tokens.revoke(caller.token)
             self._core.post(SessionEnded(caller.session))
 
-    def require_room(self) -> None:
-        if self.used_count >= self.sessions_max:
+    def require_room(self, tenant: str) -> None:
+        if self.used_count_of(tenant) >= self.sessions_max:
             raise LimitExceeded(
                 f"{self.sessions_max} sessions are open (server.sessions_max): close some, or "
                 "raise the limit"
@@ -240,7 +254,8 @@ class Sessions:
 
     def _revive_record(self, one: ParkedSession) -> None:
         session, role = SessionId(one.session), Role[one.role]
-        caller = Caller(session, role, one.by_value, False, bytes.fromhex(one.token), self._now())
+        token, peer = bytes.fromhex(one.token), parked_peer(one)
+        caller = Caller(session, role, one.by_value, False, token, self._now(), peer)
         self._records[session] = SessionRecord(
             id=session,
             engine=EngineId(bytes.fromhex(one.engine)),
@@ -321,6 +336,7 @@ class Sessions:
             raise Unauthenticated(
                 f"old_token and engine_id are not those of session {old.id}: leave old_session_id 0"
             )
+        check_origin(old.caller.peer, opening.peer)
         # The answer to a Hello in between may have been lost: that session counts as well.
         while old.replaced_by is not None:
             old = self._records[old.replaced_by]
@@ -362,10 +378,17 @@ class Sessions:
     def names(self) -> Iterable[tuple[SessionId, str]]:
         return [(record.id, record.name) for record in self._records.values()]
 
+    def tenant_of(self, session: SessionId) -> str | None:
+        """None for one that the books have forgotten."""
+        record = self._records.get(session)
+        return None if record is None else record.caller.tenant
+
 
 def _facts(record: SessionRecord) -> dict[str, object]:
     return {
         "session": record.id,
+        "tenant": record.caller.tenant or None,
+        "uid": record.caller.peer.uid,
         "role": record.role.name.lower(),
         "client": record.name,
         "by_value": record.by_value,

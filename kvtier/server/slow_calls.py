@@ -40,6 +40,7 @@ class SlowCalls:
             block_count=self._block_count(request),
             outcome=outcome,
             session=None if caller is None else caller.session,
+            tenant="" if caller is None else caller.tenant,
         )
         self._history.slow_calls.append(seen)
         log.warning(

@@ -66,6 +66,7 @@ class WatchHub:
         self._events_max = events_max
         self._metrics = metrics
         self._watchers: dict[NamespaceId, list[Watcher]] = {}
+        self._counts: dict[str, int] = {}  # By tenant.
         self._token_ids: dict[BlockHash, Sequence[int]] = {}
         self.wants_token_ids = False  # Somebody else than a watcher does.
 
@@ -73,16 +74,18 @@ class WatchHub:
         return sum(map(len, self._watchers.values()))
 
     @contextmanager
-    def watching(self, namespace: NamespaceId) -> Iterator[Watcher]:
-        if len(self) >= self.watchers_max:
+    def watching(self, namespace: NamespaceId, tenant: str = "") -> Iterator[Watcher]:
+        if self._counts.get(tenant, 0) >= self.watchers_max:
             raise LimitExceeded(
                 f"{self.watchers_max} watchers are connected (server.watchers_max): end one"
             )
         watcher = Watcher(self._events_max, self._metrics)
+        self._counts[tenant] = self._counts.get(tenant, 0) + 1
         self._watchers.setdefault(namespace, []).append(watcher)
         try:
             yield watcher
         finally:
+            self._counts[tenant] -= 1
             mine = self._watchers[namespace]
             mine.remove(watcher)
             if not mine:

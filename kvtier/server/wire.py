@@ -61,8 +61,9 @@ def check_protocol(client_protocol: int) -> None:
     )
 
 
-def spec_from(message: pb.NamespaceSpec, tenant: str) -> NamespaceSpec:
-    """The validated spec; raises BadRequest. The tenant is the socket's, never the client's."""
+def spec_from(message: pb.NamespaceSpec, tenant: str, owner: str) -> NamespaceSpec:
+    """The validated spec of this owner's namespace; raises BadRequest. The tenant is the socket's,
+    never the client's."""
     if message.tenant not in ("", tenant):
         raise BadRequest("namespace fact 'tenant' is the daemon's to fill: leave it empty")
     spec = NamespaceSpec(
@@ -79,7 +80,7 @@ def spec_from(message: pb.NamespaceSpec, tenant: str) -> NamespaceSpec:
         attention=message.attention,
         hash_algorithm=message.hash_algorithm,
         hash_seed=message.hash_seed,
-        tenant=tenant,
+        tenant=owner,
         salt=message.salt,
         extra=dict(message.extra),
         chained=not message.unchained,

@@ -101,6 +101,25 @@ class EvictionPolicyContract(ABC):
         assert gone == [2, 1, 0]
         assert self.nominated(policy, 5) == []
 
+    def test_a_block_that_came_back_goes_with_its_parents_in_one_round(
+        self, policy: EvictionPolicy
+    ) -> None:
+        self.chain(policy, 0, 1, 2, now=1.0)
+        policy.on_remove([2])
+        policy.on_leaf(1)
+        self.chain(policy, 2, now=2.0)
+        gone: list[int] = []
+
+        def verdict(row: int) -> Evictable:
+            return Evictable.YES if row == 2 - len(gone) else Evictable.INNER
+
+        for row in policy.nominate(3, verdict):
+            gone.append(row)
+            policy.on_remove([row])
+            if row:
+                policy.on_leaf(row - 1)
+        assert gone == [2, 1, 0]
+
     def test_a_session_end_harms_no_rule(self, policy: EvictionPolicy) -> None:
         self.chain(policy, 0, 1, now=1.0)
         self.chain(policy, 2, now=2.0)

@@ -49,7 +49,7 @@ def _load(daemon: RunningDaemon, seconds_max: float) -> float:
         work.start()
         threads.append(work)
     while _event_count(daemon) < EVENTS_MIN and time.monotonic() - began < seconds_max:
-        time.sleep(0.1)
+        time.sleep(0.4)
     ends.set()
     for work in threads:
         work.join()
@@ -79,6 +79,9 @@ def test_a_live_daemon_under_load_decides_the_same_again(tmp_path: Path) -> None
     }
     with running_daemon(dram_bytes="8MiB", slab_bytes="2MiB", options=options) as daemon:
         seconds = _load(daemon, SECONDS_MAX)
+        (whole, *_) = json.loads(daemon.http("/advice.json"))["curves"]
+        assert whole["samples"] > 0
+        assert whole["points"], "nothing was asked for twice"
         daemon.terminate()
     (first,) = (tmp_path / "rec").glob("*-000000.kvrec")
     command = [sys.executable, "-m", "kvtier.cli.main", "replay", "--json", str(first)]

@@ -13,7 +13,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import Session
 from kvtier.core.listing import Listing
 from kvtier.core.stats import ManagerStats
-from kvtier.types import NamespaceId, PrefixMatch, TierName
+from kvtier.types import LeaseId, NamespaceId, PrefixMatch, TierName
 
 E = TypeVar("E")
 
@@ -48,6 +48,9 @@ class RecordingManager:
 
     def recency(self, tier: TierName) -> ev.Slots:
         return np.array(self.recency_slots, np.uint32)
+
+    def lease_namespace(self, lease: LeaseId) -> NamespaceId | None:
+        return None
 
     def next_deadline(self) -> float | None:
         return None

@@ -218,14 +218,13 @@ class World:
     # ------------------------------------------------------------------------------ the shell's
 
     def open_namespace(
-        self, namespace: NamespaceId, *, slot_bytes: int, shard_count: int = 1
+        self, namespace: NamespaceId, *, slot_bytes: int, shard_count: int = 1, tenant: str = ""
     ) -> None:
-        if namespace not in self.namespaces:
-            self.namespaces[namespace] = NamespaceRecord(
-                shard_count, slot_bytes, self.new_epoch(), b"namespace-%06d" % namespace
-            )
-        record = self.namespaces[namespace]
-        record.is_open = True
+        record = self.namespaces.get(namespace)
+        if record is None:
+            name = b"namespace-%06d" % namespace
+            record = NamespaceRecord(shard_count, slot_bytes, self.new_epoch(), name)
+        self.namespaces[namespace], record.is_open = record, True
         self.run_quietly(
             ev.NamespaceOpened(
                 namespace,
@@ -235,6 +234,7 @@ class World:
                 shard_count,
                 shard_bytes=slot_bytes,
                 fingerprint=record.fingerprint,
+                tenant=tenant,
             )
         )
         for shell in self.lower.values():

@@ -56,11 +56,14 @@ LAYERS: dict[str, Layer] = {
     "config_remote": Layer((*VALUES, "config_values"), ENGINES),
     "config_events": Layer((*VALUES, "config_values"), ENGINES),
     "config_restart": Layer((*VALUES, "config_values"), ENGINES),
+    "config_cxl": Layer((*VALUES, "config_values"), ENGINES),
+    "config_tenant": Layer((*VALUES, "config_values"), ENGINES),
     "config_recorder": Layer((*VALUES, "config_values"), ENGINES),
     "config": Layer(
         (
             *(*VALUES, "paths", "config_values"),
             *("config_remote", "config_events", "config_restart", "config_recorder"),
+            *("config_cxl", "config_tenant"),
         ),
         ENGINES,
     ),
@@ -77,6 +80,7 @@ LAYERS: dict[str, Layer] = {
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
             *("clock", "paths", "v1", "codec", "recording"),
             *("config_remote", "config_events", "config_restart", "config_recorder"),
+            *("config_cxl", "config_tenant"),
         ),
         ENGINES,
     ),

@@ -31,8 +31,8 @@ def test_nothing_is_published_unless_a_place_is_named() -> None:
         ({"connect": "tcp://indexer"}, "PORT"),
         ({"replay_bind": "tcp://127.0.0.1:5558"}, "neither"),
         ({"bind": "ipc:///a", "replay_bind": "ipc:///a"}, "two"),
-        ({"bind": "ipc:///a", "topic": "kv@{pod}"}, "node and model"),
-        ({"bind": "ipc:///a", "topic": "kv@{node"}, "node and model"),
+        ({"bind": "ipc:///a", "topic": "kv@{pod}"}, "node, model, tenant"),
+        ({"bind": "ipc:///a", "topic": "kv@{node"}, "node, model, tenant"),
         ({"bind": "ipc:///a", "hash_form": "hex"}, "int64"),
     ],
 )

@@ -12,6 +12,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.policy.admission import Admission
 from kvtier.policy.lru import LruPolicy
 from kvtier.types import BlockHash, NamespaceId, SlabId, TierName
 
@@ -24,7 +25,7 @@ CONFIG = ManagerConfig(
     stock_divisor=1,
     lower={
         TierName.NVME: LowerSettings(write_bytes_per_hour=2**40),
-        TierName.REMOTE: LowerSettings(write_bytes_per_hour=2**40, copies_unused=False),
+        TierName.REMOTE: LowerSettings(write_bytes_per_hour=2**40, admission=Admission.REUSED),
     },
 )
 

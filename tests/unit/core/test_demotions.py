@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.events import TransferOutcome
+from kvtier.core.manager import BlockManager
 from kvtier.core.settings import LowerSettings, ManagerConfig
 from kvtier.core.stats import LowerCounts
 from kvtier.core.write_budget import WriteBudget
+from kvtier.policy.eviction import Rows
+from kvtier.policy.lru import LruPolicy
 from kvtier.types import BlockHash, NamespaceId, TierName
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_mover import FakeMover, Transfer
@@ -48,8 +52,9 @@ class TieredStory(Story):
         segment_count: int = 8,
         segment_slots: int = 4,
         slab_count: int = 1,
+        make_manager: Callable[[ManagerConfig], BlockManager] | None = None,
     ) -> None:
-        super().__init__(config, slab_count=slab_count)
+        super().__init__(config, slab_count=slab_count, make_manager=make_manager)
         self.disk = FakeDisk(segment_slots * SLOT_BYTES, segment_count, row_count_max=segment_slots)
         self.world.open_nvme(self.disk)
 
@@ -264,6 +269,64 @@ def test_a_chain_that_pauses_goes_down_when_there_is_nothing_to_spare() -> None:
     assert story.world.run(ev.HintPaused(NS, packed(chain("xyz")))) == ins.HintUsed(True)
     story.world.finish_work()
     assert story.on_nvme("xyz") == 3
+
+
+class Oracle(LruPolicy):
+    """Knows by the time of its last use how likely a block is used again."""
+
+    likely = 0.3
+
+    def reuse_probabilities(self, rows: Rows, seconds: float) -> np.ndarray:
+        assert seconds == pytest.approx(3600 * POOL_SLOTS / 100)
+        return np.full(len(rows), self.likely)
+
+
+POOL_SLOTS = 32
+
+
+def forecasting(likely: float, spent_share: float) -> TieredStory:
+    """Of 100 blocks an hour so many were written already; writing is not free any more."""
+    maker = type("Told", (Oracle,), {"likely": likely})
+    story = TieredStory(
+        with_budget(100), make_manager=lambda config: BlockManager(config, make_policy=maker)
+    )
+    budget = story.world.manager._ladder.rungs[TierName.NVME].demotions.budget
+    budget.fill(0)
+    budget.take("", int(spent_share * 100 * SLOT_BYTES))
+    return story
+
+
+@pytest.mark.parametrize(("spent", "written"), [(0.0, 3), (0.5, 0), (0.95, 0)])
+def test_the_less_is_left_of_the_budget_the_likelier_a_use_must_be(
+    spent: float, written: int
+) -> None:
+    story = forecasting(0.25, spent)
+    story.write_behind("abc")
+    assert story.on_nvme("abc") == written
+    assert story.counts.refused_count == 3 - written
+    likelier = forecasting(0.7, spent)
+    likelier.write_behind("abc")
+    assert likelier.on_nvme("abc") == 3
+
+
+def test_what_was_refused_goes_down_when_it_was_used_twice() -> None:
+    story = forecasting(0.25, 0.9)
+    story.write_behind("abc")
+    assert story.on_nvme("abc") == 0
+    story.use("abc")
+    story.tick(0.0)
+    story.world.finish_work()
+    assert story.on_nvme("abc") == 3
+
+
+def test_what_nobody_will_use_is_not_written_though_it_was_used_often() -> None:
+    story = forecasting(0.0, 0.0)
+    story.write_behind("abc")
+    story.use("abc")
+    story.use("abc")
+    story.tick(0.0)
+    story.world.finish_work()
+    assert story.on_nvme("abc") == 0
 
 
 def test_nothing_goes_down_without_budget() -> None:

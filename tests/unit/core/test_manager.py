@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
+from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
 from kvtier.errors import (
     BadRequest,
@@ -49,8 +51,14 @@ CONFIG = ManagerConfig(
 class Story:
     """A world with one engine of one process, its slabs mapped."""
 
-    def __init__(self, config: ManagerConfig = CONFIG, *, slab_count: int = 1) -> None:
-        self.world = World(config)
+    def __init__(
+        self,
+        config: ManagerConfig = CONFIG,
+        *,
+        slab_count: int = 1,
+        make_manager: Callable[[ManagerConfig], BlockManager] | None = None,
+    ) -> None:
+        self.world = World(config, make_manager=make_manager)
         self.world.open_namespace(NS, slot_bytes=SLOT_BYTES)
         for _ in range(slab_count):
             self.world.populate_slab()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier.policy import curves
+from kvtier.policy.curve_fit import fit
 from kvtier.policy.curves import CurvesPolicy
 from kvtier.policy.eviction import Blocks, EvictionPolicy, PolicyMaker, Rows
 from kvtier.policy.lru import LruPolicy
@@ -84,6 +85,27 @@ def test_fit_is_asked_for_as_time_goes_by_and_only_then() -> None:
     assert work is not None
     assert policy.begin_refit() is None, "asked twice for the same"
     policy.end_refit(work())
+
+
+def test_what_will_be_used_again_is_told_by_class_once_that_is_known() -> None:
+    policy = CurvesPolicy(FakeBlocks(count_max=1 << 12, block_tokens=1000))
+    none = np.zeros(0, np.int32)
+    for number in range(400):  # Short requests are asked again a little later, long ones never.
+        short = np.array([10_000 + number], np.uint64)
+        policy.on_request(none, short, 10.0 * number)
+        policy.on_request(none, short, 10.0 * number + 3)
+        policy.on_request(none, np.arange(60, dtype=np.uint64) + 100 * number, 10.0 * number + 5)
+    rows: Rows = np.arange(90_000, 90_061, dtype=np.int32)
+    policy.on_request(none, np.array([90_000], np.uint64), 4001.0)
+    policy.on_request(none, np.arange(60, dtype=np.uint64) + 90_001, 4001.0)
+    policy.on_insert(rows, 4001.0)
+    assert policy.reuse_probabilities(rows, 60.0).tolist() == [1.0] * 61
+    policy.end_refit(fit(policy._sample()))
+    found = policy.reuse_probabilities(rows, 60.0)
+    assert found[0] > 0.5
+    assert found[1:].max() < 0.1
+    policy.on_session_end(rows[:1])
+    assert policy.reuse_probabilities(rows[:1], 60.0).tolist() == [0.0]
 
 
 def test_work_of_a_fit_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ from kvtier.core import events as ev
 from kvtier.core.instructions import Instruction
 from kvtier.core.manager import BlockManager
 from kvtier.core.salting import SALT_BYTES, salted
-from kvtier.core.settings import ManagerConfig
+from kvtier.core.settings import LowerSettings, ManagerConfig
+from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import BadRequest, KVTierError
+from kvtier.policy.admission import Admission
 from kvtier.policy.curves import CurvesPolicy
 from kvtier.policy.eviction import PolicyMaker
 from kvtier.policy.lru import LruPolicy
@@ -23,13 +25,18 @@ from kvtier.recording.files import RecordingFile
 from kvtier.recording.replaying import Difference, Replay, recorded_batches
 from kvtier.recording.values import EVENTS, Decoder, Encoder, Names
 from kvtier.recording.writer import Noted, RecordingPlan, RecordingWriter
-from kvtier.types import BlockHash, NamespaceId, PackedHashes, SessionId
+from kvtier.types import BlockHash, NamespaceId, PackedHashes, SessionId, TierName
 from tests.sim.tiered_simulation import TieredSimulation
 from tests.support.forms import rounds
 from tests.support.known_blocks import chain_hashes
 
 SALT = bytes(range(SALT_BYTES))
-MANAGER = ManagerConfig(slab_bytes=1 << 20, slab_count_max=4, key_salt=SALT)
+MANAGER = ManagerConfig(
+    slab_bytes=1 << 20,
+    slab_count_max=4,
+    key_salt=SALT,
+    tenants={"red": TenantBudget(0.25, 0.5, 2.0, 0)},
+)
 
 
 def plan_for(folder: Path, manager: ManagerConfig, policy: str, number: int = 0) -> RecordingPlan:
@@ -226,11 +233,30 @@ def rotated(tmp_path: Path, small_batches: None, monkeypatch: pytest.MonkeyPatch
     return sorted(tmp_path.glob("*.kvrec"))
 
 
+def test_the_core_of_a_replay_has_the_settings_of_the_recorded_one(tmp_path: Path) -> None:
+    """To their types: the core asks whether an enum is the one."""
+    lower = {
+        tier: LowerSettings(admission=admission)
+        for tier, admission in zip((TierName.CXL, TierName.REMOTE), Admission, strict=False)
+    }
+    config = replace(MANAGER, lower=lower, grace_seconds=0.25)
+    to = RecordingWriter(plan_for(tmp_path, config, "lru"))
+    to.close("the daemon ended")
+    assert repr(RecordingFile(to.path).header.manager) == repr(replace(config, key_salt=b""))
+
+
 def test_a_bounded_recording_keeps_its_end(rotated: list[Path]) -> None:
     assert sum(path.stat().st_size for path in rotated) < 60_000
     assert not rotated[0].name.endswith("-000000.kvrec"), "nothing was rotated away"
     batches = [batch for _, batch in recorded_batches(rotated[0]) if batch is not None]
     assert batches[-1].event_first + len(batches[-1].events) == 2001
+
+
+def test_recordings_that_are_small_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "FILES_MAX", 5)
+    for number in range(9):
+        RecordingWriter(plan_for(tmp_path, MANAGER, "lru", number)).close("the daemon ended")
+    assert len(list(tmp_path.glob("*.kvrec"))) == 5
 
 
 def test_mid_life_is_told_instead_of_replayed(rotated: list[Path]) -> None:

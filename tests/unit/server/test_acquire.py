@@ -17,12 +17,13 @@ from kvtier.lane import HEAD, LANE_CALLS
 from kvtier.metrics import Metrics
 from kvtier.namespace import NamespaceSpec
 from kvtier.server.base import Base
+from kvtier.server.call_limits import CallLimits
 from kvtier.server.calls import Calls, Handlers
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.epochs import EpochStore
 from kvtier.server.leasing import Leasing
 from kvtier.server.namespaces import Namespaces
-from kvtier.server.security import Tokens
+from kvtier.server.security import Peer, Tokens
 from kvtier.server.servicer import EngineCalls, EngineFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.watch import WatchHub
@@ -64,7 +65,7 @@ class Rig:
         )
         self.base = Base(core, namespaces, clock, metrics)
         self.leasing = Leasing(core, clock)
-        facts = EngineFacts(generation=1, tenant="", wait_seconds_max=10.0)
+        facts = EngineFacts(generation=1, wait_seconds_max=10.0)
         nobody, unwatched = cast(Sessions, Nobody()), cast(WatchHub, None)
         self.calls = EngineCalls(self.base, nobody, unwatched, self.leasing, facts)
         self.tokens = Tokens()
@@ -158,8 +159,8 @@ def test_by_the_lane_only_the_final_answer_is_sent(tmp_path: Path) -> None:
         handlers = Handlers()
         rig.calls.add_to(handlers)
         handlers.streaming = {"Acquire": rig.calls.acquire}
-        answer = Calls(rig.base, rig.tokens, calls_max=4).lane(handlers)
-        frame = await answer(LANE_CALLS.index("Acquire"), request.SerializeToString())
+        answer = Calls(rig.base, rig.tokens, limits=CallLimits(calls_max=4)).lane(handlers)
+        frame = await answer(LANE_CALLS.index("Acquire"), request.SerializeToString(), Peer())
         length, status = HEAD.unpack_from(frame)
         assert status == 0
         message = pb.AcquireResponse.FromString(frame[HEAD.size : HEAD.size + length])

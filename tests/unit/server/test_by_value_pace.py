@@ -25,7 +25,7 @@ from kvtier.server.epochs import EpochStore
 from kvtier.server.leasing import PIN_WAIT_SECONDS, Leasing
 from kvtier.server.mover import Mover
 from kvtier.server.namespaces import Namespaces, OpenedNamespace
-from kvtier.server.security import Caller
+from kvtier.server.security import Tokens
 from kvtier.server.servicer_data import (
     GET_WINDOW_BLOCKS,
     PIECE_SECONDS_MAX,
@@ -36,7 +36,7 @@ from kvtier.server.servicer_data import (
     _send_in_time,
 )
 from kvtier.server.watch import WatchHub
-from kvtier.types import BlockHash, Cut, LeaseId, NamespaceId
+from kvtier.types import BlockHash, Cut, LeaseId, NamespaceId, Role, SessionId
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.clock import ManualClock
 from tests.support.recording_core import RecordingManager
@@ -97,7 +97,8 @@ def test_get_waits_for_a_lower_tier_once_and_less_than_its_client_waits(tmp_path
         opened = await namespaces.open(SPEC)
         hashes = bytes(32 * 3 * GET_WINDOW_BLOCKS)
         request = pb.GetRequest(namespace_id=opened.id, hashes=hashes)
-        await data.get(request, cast(Caller, None), cast(Send, None))
+        caller = Tokens().issue(SessionId(1), Role.TOOL, by_value=True, greeted=False, now=0.0)
+        await data.get(request, caller, cast(Send, None))
 
     asyncio.run(test())
     assert len(asked) == 3

@@ -21,7 +21,7 @@ from kvtier.server.holder import close_all
 from kvtier.server.keeping import Keeper
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.restored import NoLink
-from kvtier.server.security import Tokens
+from kvtier.server.security import Peer, Tokens
 from kvtier.server.sessions import Opening, SessionRecord, Sessions
 from kvtier.types import EngineId, Role, SessionId
 from tests.support.parking_places import MemoryParking
@@ -183,7 +183,7 @@ def test_numbers_of_sessions_go_on_over_lives(play: Callable[[Story], None]) -> 
         seen: list[int] = []
         for _ in range(3):
             life = new_life()
-            seen += [life.open().id, life.sessions.greet().session]
+            seen += [life.open().id, life.sessions.greet(Peer()).session]
             life.end()
         assert seen == sorted(set(seen))
 

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX, REFUSED, pack
-from kvtier.server import lane
+from kvtier.server import lane, security
 from kvtier.server.lane import SCRATCH_BYTES, LaneConnection
 
 
@@ -51,10 +51,12 @@ class Peer:
         self.cancelled = False
         self.wire = Wire()
         connections = {} if beside is None else beside
-        self.connection = LaneConnection(self._answer, tasks, connections, connections_max)
+        self.connection = LaneConnection(
+            self._answer, lambda _: security.Peer(), tasks, connections, connections_max
+        )
         self.connection.connection_made(cast("asyncio.Transport", self.wire))
 
-    async def _answer(self, number: int, payload: bytes) -> bytes:
+    async def _answer(self, number: int, payload: bytes, _: security.Peer) -> bytes:
         self.calls.append((number, payload))
         try:
             await asyncio.sleep(60 if self.hang else 0)

@@ -24,7 +24,7 @@ def plan_of(**options: str) -> Plan:
 def test_budget_is_cut_into_whole_slabs() -> None:
     plan = plan_of(bytes="100MiB", slab_bytes="32MiB")
     assert (plan.slab_bytes, plan.slab_count_max) == (32 * MIB, 3)
-    assert plan.grpc_socket == Path("/s/k.grpc.sock")
+    assert plan.tenants[0].grpc_socket == Path("/s/k.grpc.sock")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import Forbidden, Unauthenticated
-from kvtier.server.security import ACCESS, Access, Tokens
+from kvtier.server.security import ACCESS, Tokens
 from kvtier.types import Role, SessionId
 from kvtier.v1 import kvtier_pb2 as pb
+
+ENGINE, SESSION, ADMIN = ACCESS["Reserve"], ACCESS["Match"], ACCESS["Clear"]
 
 
 def issue(tokens: Tokens, role: Role, *, by_value: bool = False, greeted: bool = False) -> bytes:
@@ -23,10 +25,10 @@ def test_every_rpc_of_the_protocol_has_an_access_rule() -> None:
 def test_revoked_token_is_unknown() -> None:
     tokens = Tokens()
     token = issue(tokens, Role.BOTH)
-    assert tokens.caller(token, Access.ENGINE, now=11.0).session == 1
+    assert tokens.caller(token, ENGINE, now=11.0).session == 1
     tokens.revoke(token)
     with pytest.raises(Unauthenticated):
-        tokens.caller(token, Access.SESSION, now=11.0)
+        tokens.caller(token, SESSION, now=11.0)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +45,17 @@ def test_only_schedulers_with_fds_hold_slots(role: Role, by_value: bool, is_allo
     tokens = Tokens()
     token = issue(tokens, role, by_value=by_value)
     if is_allowed:
-        tokens.caller(token, Access.ENGINE, now=11.0)
+        tokens.caller(token, ENGINE, now=11.0)
         return
     with pytest.raises(Forbidden):
-        tokens.caller(token, Access.ENGINE, now=11.0)
+        tokens.caller(token, ENGINE, now=11.0)
 
 
 def test_greeted_session_may_ask_but_not_administrate_and_counts_as_used() -> None:
     tokens = Tokens()
     token = issue(tokens, Role.TOOL, by_value=True, greeted=True)
     with pytest.raises(Forbidden):
-        tokens.caller(token, Access.ADMIN, now=20.0)
-    tokens.caller(token, Access.SESSION, now=50.0)
+        tokens.caller(token, ADMIN, now=20.0)
+    tokens.caller(token, SESSION, now=50.0)
     assert tokens.greeted_before(50.0) == []
     assert [one.token for one in tokens.greeted_before(50.1)] == [token]

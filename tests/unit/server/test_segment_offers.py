@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from kvtier.clock import SystemClock
-from kvtier.config import CxlConfig, load
+from kvtier.config import load
+from kvtier.config_cxl import CxlConfig
 from kvtier.core.events import SegmentsMapped
 from kvtier.errors import BadFrame
 from kvtier.pools.cxl import ClientSlab, CxlMemory, MeasuredSpeed

@@ -262,5 +262,7 @@ def _tiers_of(request: Request, first: int, count: int) -> Runs:
     """Where `count` blocks from `first` on are; as on NVMe where the daemon has not said."""
     if count <= 0:
         return ()
+    if request.match_tiers and request.match_tiers[-1][1] >= request.matched_count - first:
+        return ((request.match_tiers[-1][0], count),)  # One run, as nearly always.
     found = sources_of(request.match_tiers, request.matched_count, first, count)
     return found or ((TierName.NVME, count),)

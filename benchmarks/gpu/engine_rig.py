@@ -36,6 +36,7 @@ from kvtier.engine.gpu.kernel_attention import KernelAttention
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LayerWeights, LlamaModel, ModelWeights
 from kvtier.engine.prefix_index import Prefix
+from kvtier.policy.load_or_recompute import OnboardWish
 from tests.support.fake_client import FakeClient, FakeSession
 from tests.support.stepped_control import SteppedControl
 
@@ -137,6 +138,7 @@ class EngineRig:
         settings = ConnectorSettings(
             stock_blocks=min(slot_count, 1024),
             offload_blocks_per_plan=1024,
+            onboard=OnboardWish.ALWAYS,
             onboard_wait_seconds=5.0,
             finish_wait_seconds=60.0,
             holds_preempted_blocks=True,

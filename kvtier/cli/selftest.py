@@ -139,7 +139,12 @@ def transfer_of(socket: Path, options: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": "kvtier.connector.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvtier.socket": str(socket), **options},
+        # A small model may compute faster than it loads; whether loads are right is asked here.
+        "kv_connector_extra_config": {
+            "kvtier.socket": str(socket),
+            "kvtier.onboard": "always",
+            **options,
+        },
     }
 
 

@@ -14,9 +14,11 @@ from kvtier.connector.desk import Desk
 from kvtier.connector.failed import FailedHashes
 from kvtier.connector.requests import Attempt, OnboardPhase, Request, Residency
 from kvtier.connector.residency import KnownResident
-from kvtier.connector.waiting import request_wait_seconds
+from kvtier.connector.waiting import request_wait_seconds, sources_of
 from kvtier.errors import KVTierError
-from kvtier.types import Cut, Worth
+from kvtier.policy.link import Counts
+from kvtier.policy.load_or_recompute import Runs, lower_counts
+from kvtier.types import Cut, TierName, Worth
 
 
 class Acquirer:
@@ -37,15 +39,45 @@ class Acquirer:
 
     def wait_seconds(self, request: Request) -> float:
         """How long it may wait for an answer, from its first scheduling attempt on."""
-        spec = self._desk.spec
-        lower_count = request.lower_count(request.local_block_count)
-        lower_bytes = lower_count * spec.shard_bytes * spec.shard_count
-        return request_wait_seconds(self._desk.settings, lower_bytes)
+        return self._seconds_for(self._lower_counts(request))
 
-    def _wait_until(self, request: Request) -> float:
+    def _seconds_for(self, lower: Counts) -> float:
+        reading_seconds = self._desk.rule.promoting.seconds(lower) if lower else None
+        return request_wait_seconds(self._desk.settings, reading_seconds)
+
+    def decide(self, request: Request, runs: Runs) -> int:
+        """How many blocks of these, which follow the engine's own, are to be loaded.
+
+        Once for each time that the request begins; after that the limit stands.
+        """
+        desk, local_count = self._desk, request.local_block_count
+        count = sum(count for _, count in runs)
+        if request.depth_limit is None:
+            now = desk.clock.now()
+            depth = desk.rule.choose(request.request_id, runs, now, request.wish)
+            # All that is known of: there may be more by now.
+            request.depth_limit = len(request.prompt) if depth == count else local_count + depth
+        return min(count, max(0, request.depth_limit - local_count))
+
+    def matched_runs(self, request: Request) -> Runs:
+        """What is known to be resident behind the engine's own blocks."""
+        local_count = request.local_block_count
+        end = min(request.matched_count, len(request.prompt))
+        first = max(local_count, min(end, request.lower_first) if request.lower_end else end)
+        lower = _tiers_of(request, first, end - first)
+        return ((TierName.DRAM, max(0, first - local_count)), *lower)
+
+    def _lower_counts(self, request: Request) -> Counts:
+        count = request.lower_count(request.local_block_count)
+        if count == 0:
+            return {}
+        first = max(request.lower_first, request.local_block_count)
+        return lower_counts(_tiers_of(request, first, count), count)
+
+    def _wait_until(self, request: Request, lower: Counts) -> float:
         """Until when an acquire may wait for promotion: what is left is for its answer."""
         assert request.first_attempt_at is not None, "nobody has asked for it"
-        left_seconds = self.wait_seconds(request) - self._desk.settings.onboard_wait_seconds
+        left_seconds = self._seconds_for(lower) - self._desk.settings.onboard_wait_seconds
         return request.first_attempt_at + left_seconds
 
     def has_place(self, request: Request) -> bool:
@@ -62,18 +94,23 @@ class Acquirer:
         settings = self._desk.settings
         if not self.has_place(request):
             return
-        if now >= (wait_until := self._wait_until(request)):
-            self._ask_acquire(request, now, None)  # Nothing to wait for, or no time left for it.
+        lower = self._lower_counts(request)
+        if now >= (wait_until := self._wait_until(request, lower)):
+            self._ask_acquire(
+                request, now, None, lower
+            )  # Nothing to wait for, or no time left for it.
         elif self.waiting_count < settings.waiting_acquires_max:
-            self._ask_acquire(request, now, wait_until)
+            self._ask_acquire(request, now, wait_until, lower)
 
-    def _ask_acquire(self, request: Request, now: float, wait_until: float | None) -> None:
+    def _ask_acquire(
+        self, request: Request, now: float, wait_until: float | None, lower: Counts
+    ) -> None:
         """Leave an acquire with another thread, which leaves out what failed lately."""
         desk = self._desk
         attempt = Attempt(request.local_block_count, self._known.learned_count, wait_until)
         failed = self.failed.current(now=now)
         call = AcquireCall(
-            desk, desk.namespace, request.prompt, attempt, failed, request.request_id
+            desk, desk.namespace, request.wanted, attempt, failed, request.request_id
         )
         life = desk.life
 
@@ -89,6 +126,7 @@ class Acquirer:
         self.open_blocks += attempt.block_count
         if wait_until is not None:
             self.waiting_count += 1
+            attempt.promotion = desk.rule.promoting.begin(lower, now)
             desk.stats.waiting_acquires += 1
         request.attempt = attempt
         request.phase = OnboardPhase.ASKED
@@ -107,6 +145,7 @@ class Acquirer:
             desk.note_error(answer)
         if attempt.wait_until is not None:
             self.waiting_count -= 1
+        self._note_promoted(attempt, lease)
         if lease is None or lease.lease_id is None:
             self._leave(attempt)
         else:
@@ -118,6 +157,8 @@ class Acquirer:
             if attempt.lease is not None:
                 self.release(attempt)
             return
+        if request.first_attempt_at is not None:
+            request.waited_seconds = desk.clock.now() - request.first_attempt_at
         self._learn(request, attempt, lease, life)
         if lease is not None and self._goes_on_waiting(request, attempt, lease):
             return
@@ -141,13 +182,32 @@ class Acquirer:
         if request.residency is Residency.KNOWN and request.matched_count > attempt.leased_count:
             end = min(end, request.matched_count)
         request.lower_first, request.lower_end = attempt.leased_count, end
-        now = self._desk.clock.now()
-        if now >= self._wait_until(request):
+        request.match_tiers = ()  # They have moved since, or nobody has said.
+        local_count, now = request.local_block_count, self._desk.clock.now()
+        if now >= self._wait_until(request, self._lower_counts(request)):
             return False
+        first = max(local_count, attempt.leased_count)
+        lower = _tiers_of(request, first, end - first)
+        request.depth_limit = None  # What was decided did not know of these.
+        runs = ((TierName.DRAM, first - local_count), *lower)
+        if self.decide(request, runs) <= first - local_count:
+            return False  # What is in memory is enough.
         self.abandon(request)
         request.phase = OnboardPhase.WAITING
         self.ask_in_turn(request, now)
         return True
+
+    def _note_promoted(self, attempt: Attempt, lease: LeaseLike | None) -> None:
+        load, attempt.promotion = attempt.promotion, None
+        if load is None:
+            return
+        came: Counts = {}
+        if lease is not None and lease.lease_id is not None:
+            first, count = attempt.skip_count, lease.leased_count - attempt.skip_count
+            came = lower_counts(sources_of(attempt.tiers, lease.leased_count, first, count), count)
+        if not came and lease is not None and lease.cut is Cut.DEADLINE:
+            came = dict.fromkeys(load.counts, 1)  # Not even one of each: it takes longer than this.
+        self._desk.rule.promoting.end(load, came, self._desk.clock.now())
 
     def _learn(
         self, request: Request, attempt: Attempt, lease: LeaseLike | None, life: int
@@ -194,5 +254,15 @@ class Acquirer:
         settings, now = self._desk.settings, self._desk.clock.now()
         is_fresh = now - request.matched_at <= settings.match_fresh_seconds
         if request.residency is Residency.KNOWN and is_fresh:
-            return min(len(request.prompt), request.matched_count)
-        return len(request.prompt)
+            return min(len(request.wanted), request.matched_count)
+        return len(request.wanted)
+
+
+def _tiers_of(request: Request, first: int, count: int) -> Runs:
+    """Where `count` blocks from `first` on are; as on NVMe where the daemon has not said."""
+    if count <= 0:
+        return ()
+    if request.match_tiers and request.match_tiers[-1][1] >= request.matched_count - first:
+        return ((request.match_tiers[-1][0], count),)  # One run, as nearly always.
+    found = sources_of(request.match_tiers, request.matched_count, first, count)
+    return found or ((TierName.NVME, count),)

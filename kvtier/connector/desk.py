@@ -15,9 +15,12 @@ from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KVTierError
 from kvtier.namespace import NamespaceSpec
-from kvtier.types import Worth
+from kvtier.policy.link import Link
+from kvtier.policy.load_or_recompute import LoadRule
+from kvtier.types import TierName, Worth
 
 T = TypeVar("T")
+LOWER_TIERS = (TierName.CXL, TierName.NVME, TierName.REMOTE)
 
 
 class Desk:
@@ -42,11 +45,17 @@ class Desk:
         self.is_clearing = False  # The daemon is yet to void the namespace.
         self.spec = spec
         self.namespace: Any = client.open_namespace(spec)
+        block_bytes = spec.shard_bytes * spec.shard_count
+        first = block_bytes / settings.nvme_bytes_per_second
+        self.rule = LoadRule(spec.block_tokens, Link(dict.fromkeys(LOWER_TIERS, first)))
         self.requests: dict[str, Request] = {}
         self.onboarded: list[str] = []
         self.failed: list[str] = []
         self.released: list[str] = []
         self._job_ids = job_ids or count(1)
+
+    def note_prefill(self, token_seconds: float) -> None:
+        self.token_seconds = self.rule.token_seconds = token_seconds
 
     def session(self) -> Any | None:
         """The session to plan under; None while there is none, or none that passes slots."""

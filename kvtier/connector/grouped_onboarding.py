@@ -119,7 +119,10 @@ class GroupedOnboarder:
                 return self._wait_turn(asker, now)
         if asker.first_attempt_at is None:
             asker.first_attempt_at = now
-        wait_seconds = request_wait_seconds(desk.settings, asker.lower_bytes)
+        reading_seconds = None
+        if asker.lower_bytes:
+            reading_seconds = asker.lower_bytes / desk.settings.nvme_bytes_per_second
+        wait_seconds = request_wait_seconds(desk.settings, reading_seconds)
         if now - asker.first_attempt_at >= wait_seconds:
             desk.stats.deadline_missed_requests += 1
             self.give_up(request_id)

@@ -223,6 +223,7 @@ class Offloader:
             request.matched_at = desk.clock.now()
             request.match_limit = len(hashes)
             request.match_learned_count = learned_count
+            request.match_tiers = answer.tiers
             request.lower_first = answer.memory_count
             request.lower_end = min(answer.matched_count, len(request.prompt))
             if request.left_count:

@@ -11,7 +11,8 @@ from kvtier.connector.jobs import FailReason, OnboardJob
 from kvtier.connector.requests import Attempt, OnboardFlight, OnboardPhase, Request, Residency
 from kvtier.connector.residency import KnownResident
 from kvtier.connector.waiting import sources_of
-from kvtier.types import Worth
+from kvtier.policy.load_or_recompute import OnboardWish, copied
+from kvtier.types import TierName, Worth
 
 # Reasons that say nothing against the block itself: a new session may well load it.
 _NOT_THE_BLOCK = (FailReason.STALE, FailReason.CLOSED)
@@ -48,6 +49,9 @@ class Onboarder:
             request.is_counted = True
             desk.stats.asked_blocks += rest_count
         is_waiting = request.phase is OnboardPhase.WAITING
+        if is_waiting and self._is_avoided(request, now):
+            self._acquirer.give_up(request)
+            return 0
         if is_waiting and not (self._acquirer.has_place(request) or self._is_miss(request, now)):
             return self._wait_turn(request, now)
         if request.first_attempt_at is None:
@@ -59,8 +63,14 @@ class Onboarder:
             self._acquirer.abandon(request)
             request.phase = OnboardPhase.WAITING
             request.first_attempt_at = now
-        if now - request.first_attempt_at >= self._acquirer.wait_seconds(request):
+        waited_seconds = now - request.first_attempt_at
+        # The first is never above the second, and costs nothing to know.
+        if (
+            waited_seconds >= desk.settings.onboard_wait_seconds
+            and waited_seconds >= self._acquirer.wait_seconds(request)
+        ):
             desk.stats.deadline_missed_requests += 1
+            request.waited_seconds = waited_seconds
             self._acquirer.give_up(request)
             return 0
         if request.phase is OnboardPhase.WAITING:
@@ -76,6 +86,7 @@ class Onboarder:
         if count <= 0:
             if request.phase is not OnboardPhase.LOADING:
                 self._acquirer.give_up(request)
+                self._desk.rule.settle(request.request_id, 0, request.waited_seconds)
             return
         if request.phase is OnboardPhase.LOADING:
             return  # Told twice: the first one stands.
@@ -96,6 +107,8 @@ class Onboarder:
         """It computes without what was asked for: nobody will want the lease."""
         if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
             self._acquirer.give_up(request)
+        if request.phase is not OnboardPhase.LOADING:
+            self._desk.rule.settle(request.request_id, 0, request.waited_seconds)
 
     def take_plan(self) -> list[OnboardJob]:
         """Jobs for the workers; those of a session lost meanwhile fail here."""
@@ -116,6 +129,7 @@ class Onboarder:
         """Every worker has reported, or none was told."""
         desk, request, job = self._desk, flight.request, flight.job
         del self.flights[job.job_id]
+        self._settle(flight, 0 if failure else len(job.slots))
         self._acquirer.release(flight.attempt, None if failure else self._worth(flight))
         is_held = flight.is_held
         desk.end_flight(job.job_id, flight)
@@ -142,15 +156,19 @@ class Onboarder:
             self._planned.remove(flight)
             del self.flights[flight.job.job_id]
             del request.flights[flight.job.job_id]
+            self._desk.rule.copying.end(flight.copy, {}, self._desk.clock.now())
             self._acquirer.release(flight.attempt)
         self._acquirer.give_up(request)
+        self._desk.rule.forget(request.request_id)
 
     def restart(self, request: Request) -> None:
         """The request begins again at token 0, in this life of the namespace."""
         self._acquirer.give_up(request)
         request.phase = OnboardPhase.WAITING
-        request.first_attempt_at = request.turn_since = None
+        request.first_attempt_at = request.turn_since = request.depth_limit = None
+        request.waited_seconds = 0.0
         request.lower_end = 0
+        self._desk.rule.forget(request.request_id)
 
     def reset(self, requests: Sequence[Request]) -> None:
         """Another namespace: leases of the old one end; its jobs fail when they are reported."""
@@ -161,6 +179,35 @@ class Onboarder:
         for request in requests:
             if request.phase in (OnboardPhase.ASKED, OnboardPhase.LEASED):
                 self.restart(request)
+
+    def check_invariants(self) -> list[str]:
+        found, rule = [], self._desk.rule
+        if rule.copying.queued_count != len(self.flights):
+            found.append("copies that are waited for are not those under way")
+        if rule.promoting.queued_count != self._acquirer.waiting_count:
+            found.append("promotions that are waited for are not those under way")
+        if not rule.open_ids <= self._desk.requests.keys():
+            found.append("a choice is kept of a request that is not")
+        return found
+
+    def _settle(self, flight: OnboardFlight, loaded_count: int) -> None:
+        desk, request, now = self._desk, flight.request, self._desk.clock.now()
+        desk.rule.copying.end(flight.copy, copied(loaded_count) if loaded_count else {}, now)
+        if not flight.is_held:
+            seconds = request.waited_seconds + now - flight.copy.began_at
+            desk.rule.settle(request.request_id, loaded_count, seconds)
+
+    def _is_avoided(self, request: Request, now: float) -> bool:
+        """Whether to compute all takes less than to load any of it, or is wished for."""
+        if request.wish is OnboardWish.NEVER:
+            return True
+        if request.residency is not Residency.KNOWN or self._is_miss(request, now):
+            return False
+        runs = self._acquirer.matched_runs(request)
+        count_min = self._desk.settings.onboard_blocks_min
+        if sum(count for _, count in runs) < count_min:
+            return False  # An old miss.
+        return self._acquirer.decide(request, runs) < count_min
 
     def _worth(self, flight: OnboardFlight) -> Worth | None:
         """None as long as the engine has not said how long it computes."""
@@ -210,6 +257,7 @@ class Onboarder:
         if attempt.lease.session != self._desk.session():
             return None
         found_count = attempt.leased_count - local_block_count
+        found_count = self._acquirer.decide(request, ((TierName.DRAM, max(0, found_count)),))
         if found_count < settings.onboard_blocks_min:
             self._acquirer.give_up(request)
             return 0
@@ -243,6 +291,7 @@ class Onboarder:
             attempt=attempt,
             first_index=first,
             sources=sources_of(attempt.tiers, lease.leased_count, first, count),
+            copy=desk.rule.copying.begin(copied(count), desk.clock.now()),
         )
         request.attempt = None
         request.phase = OnboardPhase.LOADING

@@ -9,8 +9,11 @@ from itertools import count
 from typing import Any
 
 from kvtier.connector.client_api import LeaseLike
+from kvtier.connector.heads import Head
 from kvtier.connector.jobs import FailReason, JobResult, OffloadJob, OnboardJob
 from kvtier.connector.stock import Footing
+from kvtier.policy.link import Load
+from kvtier.policy.load_or_recompute import OnboardWish, Runs
 from kvtier.types import TierName
 
 # Token ids of block i of a request's chain. Called from the control thread, after the block's hash
@@ -49,6 +52,7 @@ class Attempt:
     leased_count: int = 0  # Blocks from the first one on, never more than asked for.
     is_abandoned: bool = False
     block_count: int = 0  # Blocks it pins, or may come to pin.
+    promotion: Load | None = None  # What it waits for.
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +62,16 @@ class Request:
     request_id: str
     prompt: Sequence[bytes]
     tokens_of: TokensOf | None = None
+    wish: OnboardWish = OnboardWish.AUTO
     number: int = field(default_factory=count().__next__)  # Those who came first have less.
     phase: OnboardPhase = OnboardPhase.WAITING
     first_attempt_at: float | None = None
     turn_since: float | None = None  # Waits for others' leases to end.
     is_counted: bool = False
     local_block_count: int = 0
+    # No more than this head of the prompt is to be loaded; None: not decided yet.
+    depth_limit: int | None = None
+    waited_seconds: float = 0.0  # For answers.
     attempt: Attempt | None = None
     # The prefix whose device blocks hold computed KV, and how far it has been planned.
     chain: Sequence[bytes] = ()
@@ -77,6 +85,7 @@ class Request:
     # Blocks lower_first to lower_end may lie in lower tiers only, as far as is known.
     lower_first: int = 0
     lower_end: int = 0
+    match_tiers: Runs = ()  # Where the matched blocks are, as the daemon said.
     rematch_count: int = 0
     open_block_count: int = 0  # Planned and not yet committed or dropped.
     may_offload: bool = True
@@ -87,7 +96,16 @@ class Request:
 
     def lower_count(self, local_block_count: int) -> int:
         """Blocks behind the engine's own that may have to be promoted before they are onboarded."""
-        return max(0, self.lower_end - max(self.lower_first, local_block_count))
+        end = self.lower_end if self.depth_limit is None else min(self.lower_end, self.depth_limit)
+        return max(0, end - max(self.lower_first, local_block_count))
+
+    @property
+    def wanted(self) -> Sequence[bytes]:
+        """The head of the prompt that may be loaded."""
+        limit = self.depth_limit
+        if limit is None or limit >= len(self.prompt):
+            return self.prompt
+        return self.prompt.until(limit) if isinstance(self.prompt, Head) else self.prompt[:limit]
 
     @property
     def left_count(self) -> int:
@@ -172,6 +190,7 @@ class OnboardFlight(Flight):
     attempt: Attempt = field(kw_only=True)
     first_index: int = field(kw_only=True)  # In the prompt, of the job's first block.
     sources: tuple[tuple[TierName, int], ...] = field(kw_only=True)  # Where its blocks came from.
+    copy: Load = field(kw_only=True)
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,7 @@ from kvtier.connector.residency import KnownResident
 from kvtier.connector.settings import ConnectorSettings
 from kvtier.connector.stats import ConnectorStats
 from kvtier.namespace import NamespaceSpec
+from kvtier.policy.load_or_recompute import OnboardChoice, OnboardWish
 from kvtier.types import TierName
 
 log = logging.getLogger(__name__)
@@ -64,18 +65,24 @@ class SchedulerConnector:
 
     @hook(without=nothing)
     def on_new_request(
-        self, request_id: str, hashes: Sequence[bytes], tokens_of: TokensOf | None = None
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        tokens_of: TokensOf | None = None,
+        wish: OnboardWish | None = None,
     ) -> None:
         """A request arrived. `hashes`: of all full blocks of its prompt. Starts the match.
 
         A `Head` is kept as it is, anything else is copied. `tokens_of` describes blocks to who
-        reads the daemon's events, if the daemon asks for it.
+        reads the daemon's events, if the daemon asks for it. `wish`: in place of `onboard` of the
+        settings.
         """
         self._offloader.tend()
         if request_id in self._requests:
             return  # Told twice, or the id of one that is not released yet: no kvtier for it.
         prompt = hashes if isinstance(hashes, Head) else tuple(hashes)
-        request = Request(request_id, prompt, tokens_of)
+        wish = self._desk.settings.onboard if wish is None else wish
+        request = Request(request_id, prompt, tokens_of, wish)
         self._requests[request_id] = request
         if request.prompt:
             self._offloader.ask_match(request)
@@ -125,8 +132,8 @@ class SchedulerConnector:
             self._offloader.note_chain(request, hashes, device_blocks)
 
     def note_prefill(self, token_seconds: float) -> None:
-        """What a token of a prefill takes now: by it the daemon tells what onboards are worth."""
-        self._desk.token_seconds = token_seconds
+        """What a token of a prefill takes now: by it is told what onboards are worth."""
+        self._desk.note_prefill(token_seconds)
 
     @hook(without=lambda self: StepPlan(self._desk.spec))
     def build_plan(self) -> StepPlan:
@@ -325,7 +332,11 @@ class SchedulerConnector:
         self._known.discard_all(hashes, until=learned)
 
     def stats(self) -> ConnectorStats:
-        return self._desk.stats.copy()
+        stats, rule = self._desk.stats.copy(), self._desk.rule
+        stats.avoided_blocks = rule.avoided_count
+        stats.load_regret_seconds = rule.regret_seconds[OnboardChoice.LOAD]
+        stats.recompute_regret_seconds = rule.regret_seconds[OnboardChoice.RECOMPUTE]
+        return stats
 
     def close(self) -> None:
         """Give leases and slots back as far as time allows; the client stays open."""
@@ -334,7 +345,7 @@ class SchedulerConnector:
 
     def check_invariants(self) -> list[str]:
         """Violations, each in words; for tests."""
-        return self._offloader.check_invariants()
+        return [*self._offloader.check_invariants(), *self._onboarder.check_invariants()]
 
     @hook(without=nothing)
     def _give_back(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
+from kvtier.policy.load_or_recompute import OnboardWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,9 @@ class ConnectorSettings:
     # How long a request may wait for its answer, from the first scheduling attempt on. Beyond it
     # computing is cheaper than waiting on a daemon that may be gone.
     onboard_wait_seconds: float = 0.05
+    # Whether resident blocks are loaded: where that should take less time than to compute them,
+    # always, or never. A request may say otherwise.
+    onboard: OnboardWish = OnboardWish.AUTO
     # Fewer blocks than this are recomputed: a copy has fixed costs.
     onboard_blocks_min: int = 1
     # Acquires under way plus leases held. A thousand waiting requests must not pin the pool, and
@@ -27,8 +31,9 @@ class ConnectorSettings:
     # meanwhile, so the daemon is well.
     turn_wait_seconds: float = 2.0
     # Where blocks lie on NVMe only, a request may wait longer: by twice the time that reading them
-    # takes at this rate, because others read as well, and at most by the maximum. A maximum of 0
-    # onboards only what is in memory already.
+    # takes at the rate measured lately, because others read as well, and at most by the maximum. A
+    # maximum of 0 onboards only what is in memory already. This rate is believed until one is
+    # measured.
     nvme_bytes_per_second: float = 1e9
     # No shorter than this, however few the bytes: there are queues on the way, and a namespace may
     # have to grow by a slab first.

@@ -20,6 +20,11 @@ class ConnectorStats:
     onboarded_blocks: int = 0
     onboarded_tier_blocks: Counter[str] = field(default_factory=Counter)  # By tier they were in.
     onboard_failed_blocks: int = 0
+    # Blocks that were there and are computed, because loading them should take longer.
+    avoided_blocks: int = 0
+    # What requests took more than the other way would have, by what was chosen.
+    load_regret_seconds: float = 0.0
+    recompute_regret_seconds: float = 0.0
     waiting_acquires: int = 0  # That waited for blocks which were on NVMe only.
     deadline_missed_requests: int = 0
     offload_planned_blocks: int = 0

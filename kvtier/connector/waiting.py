@@ -13,12 +13,12 @@ from kvtier.types import TierName
 log = logging.getLogger(__name__)
 
 
-def request_wait_seconds(settings: ConnectorSettings, lower_bytes: int) -> float:
-    """How long a request may wait for its answer if so many bytes have to be promoted for it."""
-    if lower_bytes == 0:
+def request_wait_seconds(settings: ConnectorSettings, reading_seconds: float | None) -> float:
+    """How long a request may wait for its answer if that long takes what has to be promoted for it;
+    None: nothing has to be."""
+    if reading_seconds is None:
         return settings.onboard_wait_seconds
-    reading_seconds = 2 * lower_bytes / settings.nvme_bytes_per_second
-    promoting_seconds = max(settings.nvme_wait_seconds_min, reading_seconds)
+    promoting_seconds = max(settings.nvme_wait_seconds_min, 2 * reading_seconds)
     # The maximum is of this part only: else a longer wait for answers would leave none for it.
     return settings.onboard_wait_seconds + min(settings.nvme_wait_seconds_max, promoting_seconds)
 

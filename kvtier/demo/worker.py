@@ -164,9 +164,11 @@ def loaded_worker(socket: str | None) -> Iterator[EngineWorker]:
     from kvtier.client import Client, ClientSettings
     from kvtier.connector import ConnectorSettings
     from kvtier.engine.connect import connected_engine
+    from kvtier.policy.load_or_recompute import OnboardWish
 
     patience = ClientSettings(timeout_seconds=CALL_SECONDS_MAX)
     settings = ConnectorSettings(
+        onboard=OnboardWish.ALWAYS,  # To be seen.
         onboard_wait_seconds=ONBOARD_WAIT_SECONDS,
         nvme_bytes_per_second=NVME_BYTES_PER_SECOND,
         nvme_wait_seconds_max=NVME_WAIT_SECONDS_MAX,

@@ -17,6 +17,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
 from kvtier.namespace import NamespaceSpec
+from kvtier.policy.load_or_recompute import OnboardWish
 
 if TYPE_CHECKING:
     from kvtier.client import Client
@@ -56,13 +57,16 @@ def connected_engine(
 ) -> Iterator[ConnectedEngine]:
     """An engine that offloads to and onboards from the client's daemon, whenever there is one.
 
+    Without `settings` all that is there is loaded; of the preempted the engine has its own rule.
+
     `device`: where it computes, if not on what `config.device` names. Raises CudaUnavailable for
     one that is not to be had.
     """
     from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnector
 
     # This scheduler keeps a preempted request's blocks until copies let them go.
-    settings = replace(settings or ConnectorSettings(), holds_preempted_blocks=True)
+    settings = settings or ConnectorSettings(onboard=OnboardWish.ALWAYS)
+    settings = replace(settings, holds_preempted_blocks=True)
     spec = namespace_spec(model, config, salt=salt)
     device = device or open_device(model, config)
     blocks = device.make_blocks(settings)

@@ -47,8 +47,8 @@ class Line:
         self._xx = keep * self._xx + block_count * block_count
         self._xy = keep * self._xy + block_count * seconds
 
-    def seconds(self, block_count: int) -> float | None:
-        """None before the first block."""
+    def seconds(self, block_count: int, load_count: int = 1) -> float | None:
+        """Of so many blocks in so many loads; None before the first block."""
         if self._x == 0:
             return None
         x, y = self._x / self._weight, self._y / self._weight
@@ -57,7 +57,7 @@ class Line:
         if variance > (SPREAD_MIN * x) ** 2:
             slope = (self._xy / self._weight - x * y) / variance
             each = min(each, max(0.0, slope))  # Neither part is ever below 0.
-        return (y - each * x) + each * block_count
+        return load_count * (y - each * x) + each * block_count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,14 @@ class Link:
         self._first = dict(seconds_each or {})
         self._lines: dict[TierName, Line] = {}
         self._queued: dict[Load, None] = {}  # In the order they were asked for.
+        self._queued_loads = dict.fromkeys(TierName, 0)
+        self._queued_blocks = dict.fromkeys(TierName, 0)
         self._time = LinkTime()
+
+    @property
+    def queued_count(self) -> int:
+        """Loads."""
+        return len(self._queued)
 
     def is_known(self, counts: Counts) -> bool:
         return all(tier in self._first or tier in self._lines for tier in counts)
@@ -91,18 +98,27 @@ class Link:
         Where the first one takes longer than it should, so will those behind it: a tier that has
         become slow must not be asked for more and more until the first answer tells.
         """
-        expected = [self.seconds(load.counts) for load in self._queued]
-        if not expected:
+        first = next(iter(self._queued), None)
+        if first is None:
             return 0.0
-        elapsed = now - max(next(iter(self._queued)).began_at, self._time.free_at)
-        if elapsed <= expected[0] or expected[0] == 0:
-            return sum(expected) - min(elapsed, expected[0])
-        return sum(expected[1:]) * elapsed / expected[0]
+        seconds = sum(
+            self._tier_seconds(tier, self._queued_blocks[tier], load_count)
+            for tier, load_count in self._queued_loads.items()
+            if load_count
+        )
+        first_seconds = self.seconds(first.counts)
+        elapsed = now - max(first.began_at, self._time.free_at)
+        if elapsed <= first_seconds or first_seconds == 0:
+            return seconds - min(elapsed, first_seconds)
+        return (seconds - first_seconds) * elapsed / first_seconds
 
     def begin(self, counts: Counts, now: float) -> Load:
         """So much is asked for. `end` it, whatever comes of it."""
         load = Load(counts, now)
         self._queued[load] = None
+        for tier, count in counts.items():
+            self._queued_loads[tier] += 1
+            self._queued_blocks[tier] += count
         return load
 
     def end(self, load: Load, came: Counts, now: float) -> None:
@@ -111,6 +127,9 @@ class Link:
         Of several tiers at once, the lowest has taken what the others are not known to take.
         """
         del self._queued[load]
+        for tier, count in load.counts.items():
+            self._queued_loads[tier] -= 1
+            self._queued_blocks[tier] -= count
         if not came:
             return
         seconds = self._time.take(load.began_at, now)
@@ -118,7 +137,7 @@ class Link:
         seconds -= sum(self._tier_seconds(tier, came[tier]) for tier in others)
         self._lines.setdefault(lowest, Line()).note(came[lowest], max(0.0, seconds))
 
-    def _tier_seconds(self, tier: TierName, block_count: int) -> float:
+    def _tier_seconds(self, tier: TierName, block_count: int, load_count: int = 1) -> float:
         line = self._lines.get(tier)
-        seconds = None if line is None else line.seconds(block_count)
+        seconds = None if line is None else line.seconds(block_count, load_count)
         return block_count * self._first.get(tier, 0.0) if seconds is None else seconds

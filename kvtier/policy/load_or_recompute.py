@@ -18,7 +18,7 @@ request runs: what it took more than the better of the other ways, by the rates 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,6 +67,10 @@ class _Open:
     queues: _Queues
 
     @property
+    def made(self) -> OnboardChoice:
+        return OnboardChoice.LOAD if self.depth else OnboardChoice.RECOMPUTE
+
+    @property
     def block_count(self) -> int:
         return sum(count for _, count in self.runs)
 
@@ -86,21 +90,30 @@ class LoadRule:
         self.avoided_count = 0  # Blocks that were there and are computed.
         self.regret_seconds = dict.fromkeys(OnboardChoice, 0.0)
 
+    @property
+    def open_ids(self) -> Set[str]:
+        """Requests that a choice was made for and that do not run yet."""
+        return self._open.keys()
+
     def choose(
         self, request_id: str, runs: Runs, now: float, wish: OnboardWish = OnboardWish.AUTO
     ) -> int:
-        """How many of the first blocks to load, counted. The rest is computed."""
+        """How many of the first blocks to load, counted. The rest is computed.
+
+        Chosen anew before it runs, the last choice counts.
+        """
+        self._withdraw(request_id)
         block_count = sum(count for _, count in runs)
         depth, queues = block_count, _NO_QUEUES
-        if wish is not OnboardWish.ALWAYS:
+        if wish is not OnboardWish.ALWAYS and self.token_seconds is not None:
             queues = _Queues(self.promoting.queued_seconds(now), self.copying.queued_seconds(now))
         if wish is OnboardWish.NEVER:
             depth = 0
         elif wish is OnboardWish.AUTO and self.token_seconds is not None:
             depth = self._cheapest(runs, block_count, queues)
-        self.counts[OnboardChoice.LOAD if depth else OnboardChoice.RECOMPUTE] += 1
+        choice = self._open[request_id] = _Open(runs, depth, queues)
+        self.counts[choice.made] += 1
         self.avoided_count += block_count - depth
-        self._open[request_id] = _Open(runs, depth, queues)
         return depth
 
     def settle(self, request_id: str, loaded_count: int, seconds: float) -> None:
@@ -115,14 +128,19 @@ class LoadRule:
             others.append(self._computed_seconds(block_count))
         if choice.depth < block_count and self._is_known(runs, block_count):
             others.append(self._loaded_seconds(runs, block_count, choice.queues))
-        made = OnboardChoice.LOAD if choice.depth else OnboardChoice.RECOMPUTE
-        self.regret_seconds[made] += max(0.0, cost - min(others, default=cost))
+        self.regret_seconds[choice.made] += max(0.0, cost - min(others, default=cost))
 
     def forget(self, request_id: str) -> None:
         """It does not run, or begins again."""
         self._open.pop(request_id, None)
 
     # ------------------------------------------------------------------------------- details
+
+    def _withdraw(self, request_id: str) -> None:
+        choice = self._open.pop(request_id, None)
+        if choice is not None:
+            self.counts[choice.made] -= 1
+            self.avoided_count -= choice.block_count - choice.depth
 
     def _cheapest(self, runs: Runs, block_count: int, queues: _Queues) -> int:
         depths, end = [0], 0
@@ -171,10 +189,10 @@ def copied(block_count: int) -> Counts:
 
 def lower_counts(runs: Runs, depth: int) -> Counts:
     """Of the first `depth` blocks, those that are to be promoted."""
-    found: Counter[TierName] = Counter()
+    found: dict[TierName, int] = {}
     for tier, count in runs:
         here_count = min(count, depth)
         if here_count > 0 and tier is not TierName.DRAM:
-            found[tier] += here_count
+            found[tier] = found.get(tier, 0) + here_count
         depth -= here_count
     return found

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 CHAIN = numbered_chain(40)
 # What is on NVMe is waited for: as long as the test's own patience.
-AWAITING = replace(CALM, nvme_bytes_per_second=1e6, nvme_wait_seconds_max=WAIT_SECONDS)
+AWAITING = replace(CALM, nvme_wait_seconds_min=WAIT_SECONDS, nvme_wait_seconds_max=WAIT_SECONDS)
 HASTY_SECONDS = 3.0
 # The disk does not answer at all: then the wait is what the request pays.
 HASTY = replace(

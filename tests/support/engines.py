@@ -16,13 +16,17 @@ from kvtier.engine.connect import ConnectedEngine, connected_engine
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.model import LlamaModel
 from kvtier.engine.prefix_index import Prefix
+from kvtier.policy.load_or_recompute import OnboardWish
 from kvtier.types import BlockHash
 from tests.support.tiny_models import tiny_model
 
 CONFIG = EngineConfig(block_tokens=4, device_block_count=160)
 # A busy machine must not turn hits into misses, where a test is about bytes and not about waits.
 PATIENT = ConnectorSettings(
-    onboard_wait_seconds=10.0, finish_wait_seconds=10.0, raise_internal_errors=True
+    onboard=OnboardWish.ALWAYS,  # However fast a tiny model computes.
+    onboard_wait_seconds=10.0,
+    finish_wait_seconds=10.0,
+    raise_internal_errors=True,
 )
 PATIENT_CLIENT = ClientSettings(timeout_seconds=5.0)
 

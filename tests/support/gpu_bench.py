@@ -25,6 +25,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.hashing import HashChain
 from kvtier.engine.kv_cache import namespace_spec
 from kvtier.engine.model import LlamaModel
+from kvtier.policy.load_or_recompute import OnboardWish
 from kvtier.types import CommitOutcome, Worth
 from tests.support.clock import ManualClock
 from tests.support.copy_watch import CopyWatch
@@ -34,6 +35,7 @@ from tests.support.stepped_control import SteppedControl
 
 SETTINGS = ConnectorSettings(
     stock_blocks=64,
+    onboard=OnboardWish.ALWAYS,
     onboard_wait_seconds=1.0,
     finish_wait_seconds=10.0,
     holds_preempted_blocks=True,

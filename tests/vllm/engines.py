@@ -123,7 +123,7 @@ def transfer_config(socket: Path, **extra: Any) -> KVTransferConfig:
         kv_connector_module_path="kvtier.connector.vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"kvtier.socket": str(socket)}
+        kv_connector_extra_config={"kvtier.socket": str(socket), "kvtier.onboard": "always"}
         | {f"kvtier.{name}": value for name, value in extra.items()},
     )
 

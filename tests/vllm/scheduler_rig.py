@@ -37,13 +37,16 @@ from kvtier.connector import ConnectorSettings, SchedulerConnector, WorkerConnec
 from kvtier.connector.vllm.facts import none_hash
 from kvtier.connector.vllm.worker_side import WorkerSide
 from kvtier.namespace import NamespaceSpec
+from kvtier.policy.load_or_recompute import OnboardWish
 from tests.support.clock import ManualClock
 from tests.support.connector_rig import SHARD_BYTES, DeviceCopier, content_of
 from tests.support.fake_client import FakeClient
 from tests.support.stepped_control import SteppedControl, SteppedLane
 
 BLOCK_TOKENS = 16
-SETTINGS = ConnectorSettings(stock_blocks=32, raise_internal_errors=True)
+SETTINGS = ConnectorSettings(
+    onboard=OnboardWish.ALWAYS, stock_blocks=32, raise_internal_errors=True
+)
 JUNK = 0xEE
 
 

@@ -58,6 +58,7 @@ def vllm_server(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "kvtier.socket": str(daemon_socket),
+            "kvtier.onboard": "always",
             "kvtier.onboard_wait_seconds": 2.0,
         },
     }

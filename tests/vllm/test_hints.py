@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.vllm.hints import hints_of
+from kvtier.connector.vllm.hints import hints_of, onboard_wish_of
+from kvtier.policy.load_or_recompute import OnboardWish
 from tests.vllm.scheduler_rig import SchedulerRig, prompt_of
 
 pytestmark = pytest.mark.vllm
@@ -31,6 +32,21 @@ def test_words_of_a_request_become_hints_and_what_is_not_understood_none() -> No
         {"kvtier": {"turn_kind": "x" * 33}}, {"kvtier": {"turn_kind": 7}},
     ):  # fmt: skip
         assert hints(nonsense) == [], nonsense
+
+
+def test_wish_of_a_request_is_one_of_few_words() -> None:
+    def wish(said: Any) -> OnboardWish | None:
+        return onboard_wish_of(SimpleNamespace(kv_transfer_params=said))
+
+    for said, wanted in (
+        ({"kvtier": False}, OnboardWish.NEVER), ({"kvtier": {"onboard": False}}, OnboardWish.NEVER),
+        ({"kvtier": {"onboard": "never"}}, OnboardWish.NEVER),
+        ({"kvtier": {"onboard": "always"}}, OnboardWish.ALWAYS),
+        ({"kvtier": {"onboard": "auto"}}, OnboardWish.AUTO),
+        ({"kvtier": {"onboard": "often"}}, None), ({"kvtier": {"onboard": True}}, None),
+        ({"kvtier": {"onboard": ["auto"]}}, None), ({}, None), (None, None),
+    ):  # fmt: skip
+        assert wish(said) is wanted, said
 
 
 def test_hint_is_sent_when_what_the_request_computed_is_there(tiny_llama: Path) -> None:

@@ -30,6 +30,7 @@ def multi_config(socket: Path, folder: Path, *, is_first: bool) -> KVTransferCon
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "kvtier.socket": str(socket),
+            "kvtier.onboard": "always",
             "kvtier.onboard_wait_seconds": 2.0,
         },
     }

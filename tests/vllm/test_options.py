@@ -14,6 +14,7 @@ from kvtier.connector.vllm.options import parse_options
 from kvtier.connector.vllm.refusals import check_supported, warn_of_failing_loads
 from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.errors import ConfigError
+from kvtier.policy.load_or_recompute import OnboardWish
 from tests.vllm.engines import transfer_config, vllm_engine
 from tests.vllm.versions import needs_engine
 
@@ -32,8 +33,10 @@ def test_keys_of_others_are_left_alone() -> None:
 
 
 def test_limits_can_be_set() -> None:
-    settings = parse_options({"kvtier.onboard_wait_seconds": 1}).settings
+    extra = {"kvtier.onboard_wait_seconds": 1, "kvtier.onboard": "always"}
+    settings = parse_options(extra).settings
     assert settings.onboard_wait_seconds == 1.0
+    assert settings.onboard is OnboardWish.ALWAYS
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,8 @@ def test_limits_can_be_set() -> None:
         ({"kvtier.stock_blocks": 0}, "must be at least 1"),
         ({"kvtier.onboard_wait_seconds": float("nan")}, "must be a finite number"),
         ({"kvtier.turn_wait_seconds": float("inf")}, "must be a finite number"),
+        ({"kvtier.onboard": "often"}, "must be one of auto, always, never"),
+        ({"kvtier.onboard": True}, "must be one of auto, always, never"),
     ],
 )
 def test_mistakes_are_named(extra: dict[str, Any], words: str) -> None:

@@ -105,7 +105,14 @@ def test_own_cache_comes_first(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wish", "offloaded", "onboarded"),
-    [(False, 0, 0), ({"onboard": False}, 2, 0), ({"offload": False}, 0, 4), ({}, 2, 4)],
+    [
+        (False, 0, 0),
+        ({"onboard": False}, 2, 0),
+        ({"offload": False}, 0, 4),
+        ({}, 2, 4),
+        ({"onboard": "never"}, 2, 0),
+        ({"onboard": "always"}, 2, 4),
+    ],
 )
 def test_request_says_what_may_be_done_for_it(
     tiny_llama: Path, wish: object, offloaded: int, onboarded: int

@@ -9,12 +9,25 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from kvtier.policy.load_or_recompute import OnboardWish
+
 TURN_KIND_CHARS_MAX = 32
 PAUSED_SECONDS_MAX = 30 * 24 * 3600.0
 # A hint is one call: what a chain has beyond this is left to the policies.
 HINTED_BLOCKS_MAX = 16_384
 
 Hint = Mapping[str, Any]
+_WISHES = frozenset(OnboardWish)
+
+
+def onboard_wish_of(request: Any) -> OnboardWish | None:
+    """What it wants to become of blocks that are there; None: as the engine is set."""
+    params = request.kv_transfer_params
+    said = params.get("kvtier") if isinstance(params, dict) else None
+    word: Any = said.get("onboard") if isinstance(said, dict) else None
+    if said is False or word is False:
+        return OnboardWish.NEVER
+    return OnboardWish(word) if isinstance(word, str) and word in _WISHES else None
 
 
 def hints_of(request: Any) -> list[Hint]:

@@ -99,6 +99,9 @@ def _counts(stats: ConnectorStats) -> list[tuple[str, float]]:
     return [
         ("asked_blocks", stats.asked_blocks),
         ("onboarded_bytes", stats.onboarded_bytes),
+        ("avoided_blocks", stats.avoided_blocks),
+        (sample("regret_seconds", "load"), stats.load_regret_seconds),
+        (sample("regret_seconds", "recompute"), stats.recompute_regret_seconds),
         ("failed_onboard_blocks", stats.onboard_failed_blocks),
         ("offloaded_blocks", stats.committed_blocks),
         ("offloaded_bytes", stats.offloaded_bytes),

@@ -35,6 +35,8 @@ METRICS = (
     Metric("asked_blocks", "Prompt blocks that the engine did not have itself and asked for."),
     Metric("onboarded_blocks", "Blocks loaded, by the tier they came from.", "tier"),
     Metric("onboarded_bytes", "Bytes loaded into device blocks."),
+    Metric("avoided_blocks", "Blocks there, but computed: loading should have taken longer."),
+    Metric("regret_seconds", "What requests took more than the other way, by choice.", "choice"),
     Metric("failed_onboard_blocks", "Blocks promised whose load failed; they were recomputed."),
     Metric("missed_requests", "Requests that got nothing, by reason.", "reason"),
     Metric("offloaded_blocks", "Blocks that this engine put into kvtier."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from enum import StrEnum
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,10 @@ def _text(name: str, value: Any) -> str:
 
 def _number(name: str, value: Any) -> Any:
     wanted = type(getattr(ConnectorSettings(), name))
+    if issubclass(wanted, StrEnum):
+        if isinstance(value, str) and value in frozenset(wanted):
+            return wanted(value)
+        raise ConfigError(f"{PREFIX}{name} is {value!r}: it must be one of {', '.join(wanted)}")
     if wanted is float and type(value) in (int, float):
         if not isfinite(value):  # JSON as Python reads it has both; nothing would end such a wait.
             raise ConfigError(f"{PREFIX}{name} is {value!r}: it must be a finite number")

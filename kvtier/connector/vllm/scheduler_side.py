@@ -20,7 +20,7 @@ from kvtier.connector.sharding import Place, whole_namespace
 from kvtier.connector.vllm.adapters import AdapterHashes, AdapterMarks
 from kvtier.connector.vllm.exchange import Handshake, StepOrder, UnstartedLoad, WorkerReport
 from kvtier.connector.vllm.facts import none_hash
-from kvtier.connector.vllm.hints import HINTED_BLOCKS_MAX, Hint, hints_of
+from kvtier.connector.vllm.hints import HINTED_BLOCKS_MAX, Hint, hints_of, onboard_wish_of
 from kvtier.connector.vllm.identity import engine_id_of, machine_id
 from kvtier.connector.vllm.measuring import Meter
 from kvtier.connector.vllm.metrics import KVTierStats
@@ -30,6 +30,7 @@ from kvtier.connector.vllm.ranks import Reports, of_all_ranks, rank_count_of
 from kvtier.connector.vllm.reuse import ReuseWatch
 from kvtier.connector.vllm.unsupported import Unsupported
 from kvtier.namespace import FACT_CHARS_MAX, NamespaceSpec
+from kvtier.policy.load_or_recompute import OnboardWish
 from kvtier.types import Role, TierName
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,8 @@ class SchedulerSide:
             request, hashes, may_onboard, may_offload, request.num_preemptions
         )
         head, described = Head(hashes, len(hashes)), tokens_of(request, self._block_tokens)
-        self._core.on_new_request(request.request_id, head, described)
+        wish = onboard_wish_of(request)
+        self._core.on_new_request(request.request_id, head, described, wish)
 
     def get_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the engine's own; always loaded between steps, never within one."""
@@ -399,8 +401,9 @@ class SchedulerSide:
         wish = params.get("kvtier") if isinstance(params, dict) else None
         if wish is False:
             return False, False
+        onboard = onboard_wish_of(request) or self._settings.onboard
+        may_onboard = may_onboard and onboard is not OnboardWish.NEVER
         if isinstance(wish, dict):
-            may_onboard = may_onboard and wish.get("onboard") is not False
             may_offload = may_offload and wish.get("offload") is not False
         return may_onboard, may_offload
 

@@ -13,6 +13,7 @@ from kvtier.client import Client, ClientSettings
 from kvtier.connector import ConnectorSettings
 from kvtier.engine.config import EngineConfig, SamplingParams
 from kvtier.engine.connect import ConnectedEngine, connected_engine
+from kvtier.policy.load_or_recompute import OnboardWish
 from tests.support.daemon import RunningDaemon, running_daemon
 from tests.support.tiny_models import prompt_of, tiny_model, tokens_alone
 
@@ -24,7 +25,10 @@ PROMPT = prompt_of(150, seed=11)
 PROMPT_BLOCKS = 37
 # A busy machine must not turn hits into misses here; that they do is tested elsewhere.
 PATIENT = ConnectorSettings(
-    onboard_wait_seconds=10.0, finish_wait_seconds=10.0, raise_internal_errors=True
+    onboard=OnboardWish.ALWAYS,  # However fast a tiny model computes.
+    onboard_wait_seconds=10.0,
+    finish_wait_seconds=10.0,
+    raise_internal_errors=True,
 )
 # A request that computes at once, so that it is over before the daemon has said anything.
 HASTY = replace(PATIENT, onboard_wait_seconds=0.0)

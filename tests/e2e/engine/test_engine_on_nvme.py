@@ -29,7 +29,7 @@ GREEDY = SamplingParams(tokens_max=6)
 PROMPT = prompt_of(150, seed=11)
 BLOCK_COUNT = len(hashes_of(PROMPT))
 # Blocks are tiny, so a rate of nothing makes the wait for them as long as the test's patience.
-AWAITING = replace(PATIENT, nvme_bytes_per_second=1.0, nvme_wait_seconds_max=20.0)
+AWAITING = replace(PATIENT, nvme_wait_seconds_min=20.0, nvme_wait_seconds_max=20.0)
 
 
 @pytest.fixture

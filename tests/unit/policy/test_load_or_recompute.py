@@ -115,6 +115,16 @@ def test_wish_is_obeyed() -> None:
     assert rule.counts == {LOAD: 1, RECOMPUTE: 1}
 
 
+def test_of_a_request_decided_anew_the_last_choice_counts() -> None:
+    rule = rule_of()
+    rule.choose("a", ((DRAM, 8),), 0.0)
+    rule.choose("a", ((DRAM, 4), (REMOTE, 8)), 0.0)
+    assert rule.counts == {LOAD: 1}
+    assert rule.avoided_count == 8
+    rule.settle("a", 4, 1.0)
+    assert not rule.open_ids
+
+
 def test_what_is_avoided_is_tried_again_at_a_bounded_cost() -> None:
     rule = rule_of(nvme=19.0)  # 20 s a block with its copy, or 10 s.
     depths = [rule.choose(str(number), ((NVME, 16),), 0.0) for number in range(64)]

@@ -291,8 +291,9 @@ class RemoteBlocks:
             frame if isinstance(frame, FrameFault) else next(outcomes) for frame in frames
         ]
         for frame, ending in zip(frames, endings, strict=True):
-            # Of one that did not arrive nobody knows whether a call still reads it.
-            if ending is not RemoteOutcome.DONE or isinstance(frame, FrameFault):
+            # Of one that did not arrive one may not know whether a call still reads it.
+            is_over = self._pace.leaves_what_failed and ending is not RemoteOutcome.TIMED_OUT
+            if isinstance(frame, FrameFault) or not (is_over or ending is RemoteOutcome.DONE):
                 continue
             if len(frame) == 1:  # Else most of it is the slot.
                 self._buffers.give_back(frame[0])

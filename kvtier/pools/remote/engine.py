@@ -87,12 +87,14 @@ class Pace:
     """How an engine is kept busy: what a call should carry, and how many calls at once help.
 
     `reads_in_place`: `put` takes values in parts, and has ended reading them when it returns,
-    however it ends: so it may be given the memory of blocks itself.
+    however it ends: so it may be given the memory of blocks itself. `leaves_what_failed`: whatever
+    `put` says but TIMED_OUT, it has ended reading that value.
     """
 
     call_bytes: int
     calls_at_once: int = 1
     reads_in_place: bool = False
+    leaves_what_failed: bool = False
 
     def __post_init__(self) -> None:
         assert self.call_bytes > 0

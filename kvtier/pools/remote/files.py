@@ -149,7 +149,7 @@ class FilesEngine:
 
     @property
     def pace(self) -> Pace:
-        return Pace(CALL_BYTES, calls_at_once=2)
+        return Pace(CALL_BYTES, calls_at_once=2, leaves_what_failed=True)
 
     async def put(
         self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float

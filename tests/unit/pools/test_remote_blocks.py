@@ -328,6 +328,24 @@ def test_a_full_engine_goes_on_serving_what_it_has() -> None:
     play(work)
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_was_not_taken_has_its_buffer_used_again_where_nobody_reads_it(leaves: bool) -> None:
+    async def main() -> None:
+        shelf, pace = Shelf(), Pace(1 << 20, leaves_what_failed=leaves)
+        rig = RemoteRig(FakeRemote(shelf, pace=pace))
+        shelf.capacity_bytes = 0
+        assert await rig.put([1]) == [RemoteOutcome.FULL]
+        assert bool(rig.buffers.kept_bytes) == leaves
+        shelf.slow_keys.add(rig.key_of(2))
+        shelf.capacity_bytes = 1 << 40
+        kept_bytes = rig.buffers.kept_bytes
+        assert await rig.put([2], timeout_seconds=0.1) == [RemoteOutcome.TIMED_OUT]
+        assert rig.buffers.kept_bytes < max(kept_bytes, 1)
+        await rig.close()
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_comes_back_is_used_again() -> None:
     clock = ManualClock()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply, Value
+from kvtier.pools.remote.framing import InPlace
 
 PACE = Pace(call_bytes=8 << 20, calls_at_once=2, reads_in_place=True)
 
@@ -53,8 +54,11 @@ class FakeRemote:
     ) -> list[RemoteOutcome]:
         shelf = self._shelf
         deadline = self._begin(timeout_seconds)
-        outcomes = []
+        outcomes: list[RemoteOutcome] = []
         for key, value in values:
+            if isinstance(value, InPlace) and not value.is_right():
+                outcomes.append(RemoteOutcome.ABSENT)
+                continue
             count_bytes = sum(part.nbytes for part in value)
             outcome = await self._trouble(key, deadline, count_bytes)
             if outcome is None and shelf.used_bytes + count_bytes > shelf.capacity_bytes:

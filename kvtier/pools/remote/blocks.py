@@ -32,9 +32,9 @@ from kvtier.pools.remote.engine import RemoteOutcome, Value
 from kvtier.pools.remote.frame import HEADER_BYTES, BlockShape, FrameFault, FrameHeader
 from kvtier.pools.remote.framing import (
     BlockViews,
+    InPlace,
     bytes_of,
     framed,
-    framed_in_place,
     np_empty,
     unframed,
 )
@@ -191,6 +191,8 @@ class RemoteBlocks:
             return [RemoteOutcome.OFF] * len(blocks)
         deadline = self._clock.now() + timeout_seconds
         codec = CodecId(self._chooser.choose(len(blocks) * shape.payload_bytes))
+        if codec is CodecId.NONE and self._pace.reads_in_place:
+            return await self._put_in_place(blocks, shape, deadline)
         # One group after the other: what a codec takes is measured.
         encoding, link = asyncio.Lock(), asyncio.Semaphore(self._pace.calls_at_once)
 
@@ -202,6 +204,15 @@ class RemoteBlocks:
                 return await self._send(group, frames, shape, deadline)
 
         return _flattened(await self._overlapped(put, blocks, codec))
+
+    async def _put_in_place(
+        self, blocks: Sequence[BlockViews], shape: BlockShape, deadline: float
+    ) -> list[Ending]:
+        """In one call: no buffers are taken, and whoever sends a block sums it."""
+        await self._run_trial(blocks[: max(1, CODED_GROUP_BYTES // shape.payload_bytes)], shape)
+        values = [InPlace(one, shape) for one in blocks]
+        self._note_encoded(CodecId.NONE, shape, values, seconds=0.0)
+        return await self._send(blocks, values, shape, deadline)
 
     async def _get(
         self, blocks: Sequence[BlockViews], timeout_seconds: float
@@ -251,24 +262,29 @@ class RemoteBlocks:
     ) -> list[Value | FrameFault]:
         began = self._clock.now()
         frames = await self._in_threads([self._framing(one, shape, codec) for one in group])
+        self._note_encoded(codec, shape, frames, seconds=self._clock.now() - began)
+        return frames
+
+    def _note_encoded(
+        self,
+        codec: CodecId,
+        shape: BlockShape,
+        frames: Sequence[Value | FrameFault],
+        *,
+        seconds: float,
+    ) -> None:
         encoded = sum(bytes_of(frame) for frame in frames if not isinstance(frame, FrameFault))
-        payload = len(group) * shape.payload_bytes
+        payload = len(frames) * shape.payload_bytes
         self._chooser.note_encoded(
-            codec,
-            payload_bytes=payload,
-            encoded_bytes=encoded,
-            seconds=self._clock.now() - began,
+            codec, payload_bytes=payload, encoded_bytes=encoded, seconds=seconds
         )
-        self.codecs[codec.name.lower()] += len(group)
+        self.codecs[codec.name.lower()] += len(frames)
         self.payload_bytes += payload
         self.encoded_bytes += encoded
-        return frames
 
     def _framing(
         self, one: BlockViews, shape: BlockShape, codec: CodecId
     ) -> Callable[[], Value | FrameFault]:
-        if codec is CodecId.NONE and self._pace.reads_in_place:
-            return partial(framed_in_place, one, shape)
         return partial(framed, one, shape, codec, width=self._layout.width, take=self._buffers.take)
 
     async def _send(
@@ -290,13 +306,15 @@ class RemoteBlocks:
         endings: list[Ending] = [
             frame if isinstance(frame, FrameFault) else next(outcomes) for frame in frames
         ]
-        for frame, ending in zip(frames, endings, strict=True):
+        for place, (frame, ending) in enumerate(zip(frames, endings, strict=True)):
+            if isinstance(frame, InPlace):  # Most of it is the slot.
+                endings[place] = frame.fault or ending
+                continue
             # Of one that did not arrive one may not know whether a call still reads it.
             is_over = self._pace.leaves_what_failed and ending is not RemoteOutcome.TIMED_OUT
             if isinstance(frame, FrameFault) or not (is_over or ending is RemoteOutcome.DONE):
                 continue
-            if len(frame) == 1:  # Else most of it is the slot.
-                self._buffers.give_back(frame[0])
+            self._buffers.give_back(frame[0])
         began, self._sent_at = max(began, self._sent_at), self._clock.now()
         if values and all(ending is RemoteOutcome.DONE for ending in endings):
             sent = sum(bytes_of(frame) for _, frame in values)

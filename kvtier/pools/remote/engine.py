@@ -86,9 +86,9 @@ class Health:
 class Pace:
     """How an engine is kept busy: what a call should carry, and how many calls at once help.
 
-    `reads_in_place`: `put` takes values in parts, and has ended reading them when it returns,
-    however it ends: so it may be given the memory of blocks itself. `leaves_what_failed`: whatever
-    `put` says but TIMED_OUT, it has ended reading that value.
+    `reads_in_place`: `put` takes values in parts, however many, and has ended reading them when it
+    returns, however it ends: so it may be given the memory of blocks itself. `leaves_what_failed`:
+    whatever `put` says but TIMED_OUT, it has ended reading that value.
     """
 
     call_bytes: int
@@ -117,7 +117,11 @@ class RemoteEngine(Protocol):
     async def put(
         self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
-        """Keep these values; one that is there already is replaced or left, as the engine likes."""
+        """Keep these values; one that is there already is replaced or left, as the engine likes.
+
+        With `reads_in_place` one may be an `InPlace` of framing.py: ask it `is_right` before it is
+        read; ABSENT when it is not, and nothing is sent of it.
+        """
         ...
 
     async def get(

@@ -123,7 +123,7 @@ class RedisEngine:
             with memory.in_use():
                 return lane.put([values[place] for place in places], more, deadline=deadline)
 
-        sizes = [sum(part.nbytes for part in value) for _, value in values]
+        sizes = [0] * len(values)  # They are sent one after the other, from where they are.
         try:
             return await self._run_lanes([key for key, _ in values], sizes, work, timeout_seconds)
         finally:

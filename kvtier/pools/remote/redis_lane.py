@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 from kvtier.clock import Clock
 from kvtier.memory import Bytes
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome, Reply, Value
+from kvtier.pools.remote.framing import InPlace, bytes_of
 
 _LINE_BYTES_MAX = 64 << 10
 _PARTS_MAX = 1024  # IOV_MAX
+_SENT_BYTES_MIN = 1 << 20  # Small values go together.
 _TIME = struct.Struct("@ll")  # struct timeval
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "MISCONF", "NOPERM", "READONLY")
@@ -77,21 +79,29 @@ class RedisLane:
     def put(
         self, values: Sequence[tuple[RemoteKey, Value]], more: Sequence[bytes], *, deadline: float
     ) -> list[RemoteOutcome]:
+        """ABSENT of a value in place that is not right any more: it is not sent."""
         self._deadline = deadline
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in more)
+        is_sent = []
         parts: list[bytes | memoryview] = []
+        waiting_bytes = 0
         for key, value in values:
-            name = key.encode()
+            is_sent.append(not isinstance(value, InPlace) or value.is_right())
+            if not is_sent[-1]:
+                continue
+            name, length = key.encode(), bytes_of(value)
             head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(more), len(name), name)
-            length = sum(part.nbytes for part in value)
             parts += [head + b"$%d\r\n" % length, *(part.data for part in value), end]
+            waiting_bytes += length
+            if waiting_bytes >= _SENT_BYTES_MIN:
+                self._send(*parts)
+                parts, waiting_bytes = [], 0
         self._send(*parts)
-        outcomes = []
-        for _ in values:
-            line = self._read_line()
-            is_error = line[:1] == b"-"
-            outcomes.append(outcome_of_text(_text(line)) if is_error else RemoteOutcome.DONE)
-        return outcomes
+        return [self._read_outcome() if one else RemoteOutcome.ABSENT for one in is_sent]
+
+    def _read_outcome(self) -> RemoteOutcome:
+        line = self._read_line()
+        return outcome_of_text(_text(line)) if line[:1] == b"-" else RemoteOutcome.DONE
 
     def get(
         self,

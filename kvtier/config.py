@@ -7,6 +7,7 @@ docs/configuration.md.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tomllib
@@ -453,7 +454,7 @@ def documentation() -> str:
     for declared in fields(Config):
         section = TenantConfig() if declared.name == TENANT else cast(Section, declared.default)
         title = f"{TENANT}.NAME" if declared.name == TENANT else declared.name
-        lines += ["", f"## [{title}]", "", section.__doc__ or "", ""]
+        lines += ["", f"## [{title}]", "", inspect.getdoc(section) or "", ""]
         lines += ["| option | default | may be | meaning |", "| --- | --- | --- | --- |"]
         for entry in fields(section):
             kind = option_kind(cast("Field[object]", entry))

@@ -8,7 +8,8 @@ python=${VENV:-.venv}/bin/python
 marks=$1
 waiting=(tests/crash tests/e2e)
 moved=(
-    tests/e2e/monitoring tests/e2e/test_fresh_install.py tests/e2e/client tests/crash/test_clear.py
+    tests/e2e/monitoring tests/e2e/test_fresh_install.py tests/e2e/client tests/e2e/engine
+    tests/crash/test_clear.py
 )
 
 compute() {

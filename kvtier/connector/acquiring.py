@@ -96,9 +96,8 @@ class Acquirer:
             return
         lower = self._lower_counts(request)
         if now >= (wait_until := self._wait_until(request, lower)):
-            self._ask_acquire(
-                request, now, None, lower
-            )  # Nothing to wait for, or no time left for it.
+            # Nothing to wait for, or no time left for it.
+            self._ask_acquire(request, now, None, lower)
         elif self.waiting_count < settings.waiting_acquires_max:
             self._ask_acquire(request, now, wait_until, lower)
 

@@ -109,7 +109,7 @@ class RedisEngine:
 
     @property
     def pace(self) -> Pace:
-        """A second call is being sent while the server answers the first one."""
+        """Of gets: a second call is received while the blocks of the first are copied out."""
         return Pace(PIPELINE_BYTES_MAX - _FRAMES_BYTES, calls_at_once=2, reads_in_place=True)
 
     async def put(

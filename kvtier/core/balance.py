@@ -70,6 +70,10 @@ class Balance:
 
     def victim(self, residency: Residency, now: float) -> NamespaceId | None:
         """Which namespace gives a set up for this one, if this one has less than its share."""
+        if len(self._namespaces) == 1:
+            return None  # Nobody else is there. With one tenant no share has to be found.
+        if self.tenancy.is_alone:
+            return self._victim_within(residency, self._ledger.slab_count_max, now)
         held, tenant = self._held(), residency.facts.tenant
         shares = self.tenancy.shares(self._ledger.slab_count_max, held, now, wanting=tenant)
         needed_count = residency.facts.shard_count

@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.erasing_events import ErasingEvent
 from kvtier.layout import SegmentHeader
 from kvtier.types import (
     BlockHash,
@@ -495,4 +496,5 @@ Event = (
     | DrainStarted
     | DrainEnded
     | SweepVoid
+    | ErasingEvent
 )

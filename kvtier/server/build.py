@@ -53,10 +53,13 @@ from kvtier.server.owners import Owners
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
+from kvtier.server.purge_records import PurgeRecords
+from kvtier.server.purging import PurgeBooks, Purging
 from kvtier.server.recorder import RecordedManager, Recorder, draw_salt, open_recorder
 from kvtier.server.refitting import Refitting
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
+from kvtier.server.remote_purge import RemotePurge
 from kvtier.server.remote_report import RemoteReport
 from kvtier.server.remote_search import RemoteSearch
 from kvtier.server.remote_tier import RemoteKeeper
@@ -66,6 +69,7 @@ from kvtier.server.segment_offers import SegmentOffers
 from kvtier.server.servicer import EngineCalls, EngineFacts
 from kvtier.server.servicer_admin import AdminCalls
 from kvtier.server.servicer_data import DataCalls
+from kvtier.server.servicer_purge import PurgeCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
@@ -90,6 +94,7 @@ class Parts:
     nvme: NvmeKeeper | None
     sessions: Sessions
     adopter: Adopter
+    purging: Purging
     events: KvEvents | None
     doors: tuple[Door, ...]  # That of server.socket first.
     data: DataCalls
@@ -166,6 +171,7 @@ class _Builder:
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
+        self.purging = self._make_purging()
         self.leasing = Leasing(self.core, self.base.clock)
         self.calls = Calls(
             self.base,
@@ -236,8 +242,25 @@ class _Builder:
             self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes, owed=owed)
             self.search = RemoteSearch(base, self.remote)
 
+    def _make_purging(self) -> Purging:
+        base, events = self.base, self.events
+        books = [("history of requests and removed blocks", base.history.forget)]
+        if events is not None:
+            books.append(("published events that can be fetched again", events.forget))
+        remote = None if self.remote is None else RemotePurge(self.remote, base.namespaces)
+        return Purging(
+            base,
+            self.pool,
+            PurgeRecords(self.plan.state_dir / "purges"),
+            PurgeBooks(tuple(books), (("samples of hit curves", self.curves.forget),)),
+            cxl=self.cxl,
+            nvme=self.nvme,
+            remote=remote,
+        )
+
     async def build(self) -> Parts:
         try:
+            await self.purging.void_unfinished()
             parts = self._build()
             if self.nvme is not None:
                 await self.nvme.open()  # Last: a start that is refused leaves the pool clean.
@@ -281,6 +304,7 @@ class _Builder:
             nvme=self.nvme,
             sessions=self.sessions,
             adopter=self.adopter,
+            purging=self.purging,
             events=self.events,
             doors=doors,
             data=self.data,
@@ -375,6 +399,7 @@ class _Builder:
             self.remote,
         )
         administration.add_to(handlers)
+        PurgeCalls(self.base.namespaces, self.purging).add_to(handlers)
         return handlers
 
     def _listen_tcp(self, server: grpc.aio.Server) -> str:

@@ -55,6 +55,12 @@ class Buffers:
                 self._kept_bytes += length
                 self._free.setdefault(length, []).append(whole)
 
+    def forget(self) -> None:
+        """Keep none: what stood in them goes back to the system with their memory."""
+        with self._lock:
+            self._free.clear()
+            self._kept_bytes = 0
+
 
 def whole_of(view: Bytes) -> Bytes | None:
     """The buffer that a view of `take` is of; None for other memory."""

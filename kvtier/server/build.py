@@ -34,7 +34,7 @@ from kvtier.server.core_loop import CoreLoop, Effects, both
 from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
-from kvtier.server.doors import Door, DoorMaker, add_port
+from kvtier.server.doors import Door, DoorMaker, RemoteDoor, add_port
 from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
@@ -53,13 +53,12 @@ from kvtier.server.owners import Owners
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
-from kvtier.server.purge_records import PurgeRecords
-from kvtier.server.purging import PurgeBooks, Purging
+from kvtier.server.purge_parts import make_purging
+from kvtier.server.purging import Purging
 from kvtier.server.recorder import RecordedManager, Recorder, draw_salt, open_recorder
 from kvtier.server.refitting import Refitting
 from kvtier.server.remembering import remembering_effects
 from kvtier.server.remote import RemoteParts, open_remote
-from kvtier.server.remote_purge import RemotePurge
 from kvtier.server.remote_report import RemoteReport
 from kvtier.server.remote_search import RemoteSearch
 from kvtier.server.remote_tier import RemoteKeeper
@@ -74,7 +73,7 @@ from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.server.tenants import Tenant, call_limits, tenant_budgets
-from kvtier.server.threads import run_in_thread
+from kvtier.server.threads import call_soon, run_in_thread
 from kvtier.server.watch import WatchHub
 from kvtier.types import TierName
 
@@ -97,6 +96,7 @@ class Parts:
     purging: Purging
     events: KvEvents | None
     doors: tuple[Door, ...]  # That of server.socket first.
+    remote_door: RemoteDoor | None  # With TLS.
     data: DataCalls
     tcp_address: str
     admin: AdminServer | None
@@ -171,7 +171,10 @@ class _Builder:
             generation=plan.generation,
             page_kind=plan.page_kind,
         )
-        self.purging = self._make_purging()
+        keepers = (self.cxl, self.nvme, self.remote)
+        self.purging = make_purging(
+            self.base, self.pool, plan.state_dir, keepers, self.events, self.curves
+        )
         self.leasing = Leasing(self.core, self.base.clock)
         self.calls = Calls(
             self.base,
@@ -242,22 +245,6 @@ class _Builder:
             self.remote = RemoteKeeper(base, pool, lower.remote, known_bytes=known_bytes, owed=owed)
             self.search = RemoteSearch(base, self.remote)
 
-    def _make_purging(self) -> Purging:
-        base, events = self.base, self.events
-        books = [("history of requests and removed blocks", base.history.forget)]
-        if events is not None:
-            books.append(("published events that can be fetched again", events.forget))
-        remote = None if self.remote is None else RemotePurge(self.remote, base.namespaces)
-        return Purging(
-            base,
-            self.pool,
-            PurgeRecords(self.plan.state_dir / "purges"),
-            PurgeBooks(tuple(books), (("samples of hit curves", self.curves.forget),)),
-            cxl=self.cxl,
-            nvme=self.nvme,
-            remote=remote,
-        )
-
     async def build(self) -> Parts:
         try:
             await self.purging.void_unfinished()
@@ -279,12 +266,13 @@ class _Builder:
             self.calls,
             handlers,
             self.plan.listeners,
-            self.config.grpc.calls_max,
+            self.config,
+            self.base.metrics.calls,
             self._session_socket,
             self._bound,
         )
         doors = tuple(map(maker.open, self.plan.tenants))
-        tcp_address = self._listen_tcp(doors[0].grpc)
+        remote_door, tcp_address = self._listen_tcp(maker, doors[0].grpc)
         address = self.config.admin.address
         admin = None
         if address != "off":
@@ -307,6 +295,7 @@ class _Builder:
             purging=self.purging,
             events=self.events,
             doors=doors,
+            remote_door=remote_door,
             data=self.data,
             tcp_address=tcp_address,
             admin=admin,
@@ -402,13 +391,23 @@ class _Builder:
         PurgeCalls(self.base.namespaces, self.purging).add_to(handlers)
         return handlers
 
-    def _listen_tcp(self, server: grpc.aio.Server) -> str:
-        """Where clients of other network namespaces may call, if anywhere."""
+    def _listen_tcp(
+        self, maker: DoorMaker, server: grpc.aio.Server
+    ) -> tuple[RemoteDoor | None, str]:
+        """Where clients of other network namespaces may call, if anywhere; `server`: of those who
+        need no certificate."""
         tcp = self.config.grpc.tcp
         if tcp == "off":
-            return ""
+            return None, ""
+        if self.config.grpc.has_tls:
+            loop = asyncio.get_running_loop()
+            door = maker.open_remote(
+                self.plan.inner_tls_socket,
+                lambda error: call_soon(loop, partial(self.core.fail, error)),
+            )
+            return door, door.address
         port = add_port(server, tcp, "grpc.tcp")
-        return f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+        return None, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
 
     def _tier_states(self) -> list[tuple[str, str]]:
         """For people who ask why a block is not there."""

@@ -30,7 +30,7 @@ POINTS = [
     *("begin nvme", "add nvme", "begin remote", "add remote", "begin books", "begin report"),
 ]
 # One after the other, in one purge: each life gets a little further than the one before.
-SHORT = [["add dram", "add nvme", "add remote", "begin books"]]
+SHORT = [["add dram", "add nvme", "add remote"]]
 PATIENT = ClientSettings(timeout_seconds=10.0, admin_timeout_seconds=30.0)
 REMOTE = 'kvtier_tier_blocks{tier="remote"}'
 NVME = 'kvtier_tier_blocks{tier="nvme"}'

@@ -3,7 +3,8 @@
 A buffer belongs to whoever took it until he gives it back; who cannot be sure that nobody reads or
 writes it any more (a call that hangs) does not, and it is left to the garbage collector.
 
-Large ones lie on huge pages: there the kernel received 64 MiB in 20 ms, else in 26 to 29.
+Large ones lie on huge pages: there the kernel received 64 MiB in 20 ms, else in 26 to 29. Small ones
+are not kept: the allocator's heap is as fast, and a burst of small blocks would be kept for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvtier.memory import HUGE_BYTES, Bytes
 
 # Lengths of encoded values differ; of those in one step of 64 KiB each buffer fits all.
 _STEP_BYTES = 64 << 10
+_KEPT_BYTES_MIN = 128 << 10
 
 
 class Buffers:
@@ -36,6 +38,8 @@ class Buffers:
 
     def take(self, count_bytes: int) -> Bytes:
         """A view of that length, its contents anything."""
+        if count_bytes < _KEPT_BYTES_MIN:
+            return np.empty(count_bytes, np.uint8)
         length = -(-count_bytes // _STEP_BYTES) * _STEP_BYTES
         with self._lock:
             free = self._free.get(length)

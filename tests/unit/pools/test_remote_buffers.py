@@ -14,11 +14,18 @@ from kvtier.pools.remote.buffers import Buffers, whole_of
 
 def test_a_buffer_that_was_given_back_is_used_again() -> None:
     buffers = Buffers()
-    one = buffers.take(100_000)
+    one = buffers.take(200_000)
     buffers.give_back(one)
-    other = buffers.take(110_000)
+    other = buffers.take(220_000)
     assert np.shares_memory(one, other)
-    assert (one.nbytes, other.nbytes) == (100_000, 110_000)
+    assert (one.nbytes, other.nbytes) == (200_000, 220_000)
+    assert buffers.kept_bytes == 0
+
+
+def test_small_ones_are_left_to_the_allocator() -> None:
+    buffers = Buffers()
+    for size in (1, 4096, 100_000):
+        buffers.give_back(buffers.take(size))
     assert buffers.kept_bytes == 0
 
 

@@ -3,8 +3,9 @@
 A buffer belongs to whoever took it until he gives it back; who cannot be sure that nobody reads or
 writes it any more (a call that hangs) does not, and it is left to the garbage collector.
 
-Large ones lie on huge pages: there the kernel received 64 MiB in 20 ms, else in 26 to 29. Small ones
-are not kept: the allocator's heap is as fast, and a burst of small blocks would be kept for ever.
+Large ones lie on huge pages: there the kernel received 64 MiB in 20 ms, else in 26 to 29. Small
+ones are not kept: the allocator's heap is as fast, and what a burst of small blocks took would be
+kept for ever.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """`kvtier bench restart`: kill -9 a daemon with a million blocks in memory, and start it again.
 
 A holder process (`kvtier hold`) keeps the memory. A session commits the blocks, 64 bytes each: what
-costs time is their number. Then, --rounds times: the daemon is killed and started, and as soon as
-it is ready each chain is asked for, until all are there.
+costs time is their number. Then, --rounds times: the daemon is killed and started, and asked how
+many blocks it has until all are there; then for chains of them.
 
     ready_s            from spawn to READY: memory is taken over and calls are answered. The least
                        of --rounds; `ready_median_s` the median
     ready_cpu_s        the daemon's processor time by then; of the round with the least ready_s
     all_s, all_cpu_s   likewise until the last block is a hit again
     start_s            of the same daemon before it had anything, the interpreter included
-    found_share        of all blocks, hits after a restart; the least of the rounds
+    found_share        of the blocks of a thousand chains, hits then; the least of the rounds
     engine_blocks      that the session of before, an engine's, reads after the last restart
 """
 
@@ -50,6 +50,7 @@ TARGETS = {
     "found_share": measure.Target(at_least=0.99),
 }
 _CHAIN_BLOCKS = 128
+_ASKED_CHAINS = 1000
 _ALL_SECONDS_MAX = 120.0
 _POLL_SECONDS = 0.05
 
@@ -137,12 +138,16 @@ def _restart(daemon: PrivateDaemon, spec: NamespaceSpec, tree: ChainTree, number
 
 
 def _found_count(client: Client, spec: NamespaceSpec, tree: ChainTree) -> int:
-    """Hits among the blocks of all full chains, those that chains share counted with each."""
+    """Hits among the blocks of the chains asked for, those that chains share counted with each."""
     namespace = open_namespace(client, spec)
     return sum(
-        client.match(namespace, tree.full_chain(number)).matched_count
-        for number in range(tree.full_chain_count)
+        client.match(namespace, tree.full_chain(number)).matched_count for number in _asked(tree)
     )
+
+
+def _asked(tree: ChainTree) -> range:
+    """Some of the chains, evenly."""
+    return range(0, tree.full_chain_count, max(1, tree.full_chain_count // _ASKED_CHAINS))
 
 
 def _read(engine: Client, spec: NamespaceSpec, chain: list[bytes]) -> list[bytes]:
@@ -160,7 +165,7 @@ def _read(engine: Client, spec: NamespaceSpec, chain: list[bytes]) -> list[bytes
 def _figures(rounds: list[_Round], tree: ChainTree, start_seconds: float) -> dict[str, object]:
     best = min(rounds, key=lambda one: one.ready_seconds)
     fastest = min(rounds, key=lambda one: one.all_seconds)
-    asked_count = tree.full_chain_count * tree.chain_length
+    asked_count = len(_asked(tree)) * tree.chain_length
     return {
         "ready_s": best.ready_seconds,
         "ready_median_s": measure.percentile([one.ready_seconds for one in rounds], 50),

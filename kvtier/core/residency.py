@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
-from kvtier.core.learning import IndexedBlocks, keys_of
+from kvtier.core.learning import IndexedBlocks, rows_and_keys
 from kvtier.core.leaving import Leaving, is_in_memory
 from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.replica import GONE, RESERVED, Places
@@ -41,6 +41,7 @@ class Residency:
         self._lower = lower
         self.index = self._make_index()
         self.tier = MemoryTier(set_slot_count)
+        self.is_erasing = False  # It is given no slots meanwhile.
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
         self._make_policy = make_policy
@@ -103,10 +104,7 @@ class Residency:
     def note_request(self, places: Places, hashes: Sequence[BlockHash], now: float) -> None:
         """A request asked for this chain; these are the places of its leading blocks, which
         `note_use` was told of."""
-        ready = self.tier.is_ready(places).nonzero()[0]
-        count = int(ready[-1]) + 1 if len(ready) else 0
-        keys = keys_of(hashes, count, self.facts.key_salt)
-        self.policy.on_request(self.tier.row[places[ready]], keys, now)
+        self.policy.on_request(*rows_and_keys(self, places, hashes), now)
 
     def note_use(self, rows: Rows, now: float) -> None:
         index = self.index

@@ -69,16 +69,18 @@ class Balance:
         return self._held().get(facts.tenant, 0) + facts.shard_count <= share
 
     def poorest_first(self, namespaces: Iterable[NamespaceId], now: float) -> list[NamespaceId]:
-        """Tenants with least of what they may have, then namespaces with fewest sets."""
+        """Tenants that one more set keeps within their share, then those with least of what they
+        may have, then namespaces with fewest sets."""
         held, wanting = self._held(), list(namespaces)
-        parts = {
-            tenant: held.get(tenant, 0) / max(1.0, self._share(tenant, now))
-            for tenant in set(map(self._tenant_of, wanting))
-        }
-        return sorted(
-            wanting,
-            key=lambda one: (parts[self._tenant_of(one)], len(self._ledger.sets_of(one))),
-        )
+        shares = {one: self._share(one, now) for one in set(map(self._tenant_of, wanting))}
+
+        def rank(namespace: NamespaceId) -> tuple[bool, float, int]:
+            facts = self._namespaces[namespace].facts
+            count, share = held.get(facts.tenant, 0), shares[facts.tenant]
+            is_beyond = count + facts.shard_count > share
+            return is_beyond, count / max(1.0, share), len(self._ledger.sets_of(namespace))
+
+        return sorted(wanting, key=rank)
 
     def promised_count(self, namespace: NamespaceId, now: float) -> int:
         """Slabs that are being taken back for this namespace."""

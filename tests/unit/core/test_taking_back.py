@@ -9,8 +9,9 @@ from kvtier.core.settings import ManagerConfig
 from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import NotReserved
 from kvtier.types import BlockHash, CommitOutcome, NamespaceId
+from tests.support.at_work import new_blocks, put, read_mail
 from tests.support.fake_engine import FakeEngine
-from tests.support.world import HASH_BYTES, World, slots_of
+from tests.support.world import World, slots_of
 
 SLOT_BYTES = 4096
 SLAB_SLOTS = 4
@@ -34,7 +35,7 @@ class Rivals:
         for _ in range(SLABS):
             self.world.populate_slab()
         self.meek_shards = meek_shards
-        self.last_block = 0
+        self.blocks = new_blocks()
         self.greedy = FakeEngine(self.world, 1, shard_count=1, together=True, tenant="greedy")
         while self.slabs(GREEDY) < SLABS:
             self.put(self.greedy, GREEDY)
@@ -55,31 +56,14 @@ class Rivals:
         sets = self.world.sets.values()
         return sum(len(one.slabs) for one in sets if one.namespace == namespace)
 
-    def blocks(self, count: int) -> list[BlockHash]:
-        """Without parents, and never seen before."""
-        first = self.last_block + 1
-        self.last_block += count
-        return [BlockHash(one.to_bytes(HASH_BYTES, "big")) for one in range(first, first + count)]
-
-    def read_mail(self, engine: FakeEngine) -> None:
-        for process in engine.processes:
-            for _ in range(len(self.world.mail[process.session or DAEMON_SESSION])):
-                engine.read_mail(process)
+    def two(self) -> list[BlockHash]:
+        return [next(self.blocks), next(self.blocks)]
 
     def put(self, engine: FakeEngine, namespace: NamespaceId) -> None:
         """A slab's worth of blocks, as far as there is room."""
         self.world.now += 0.1
-        self.read_mail(engine)
-        engine.reserve(namespace, SLAB_SLOTS)
-        self.world.finish_turns()
-        for block in self.blocks(SLAB_SLOTS):
-            engine.offload(namespace, [block])
-        for copy in list(engine.copies):
-            engine.run_copy(copy)
-        for offload in list(engine.offloads):
-            engine.commit(offload)
+        put(engine, namespace, self.blocks, SLAB_SLOTS)
         self.world.run(ev.Tick())
-        self.world.finish_work()
         assert self.world.manager.check_invariants() == []
 
     def seconds_until_meek_has_its_minimum(self, *, at_most: float) -> float:
@@ -88,7 +72,7 @@ class Rivals:
         while self.slabs(MEEK) < MINIMUM:
             assert self.world.now - start <= at_most, "it has not got its minimum back"
             self.put(meek, MEEK)
-            self.read_mail(self.greedy)
+            read_mail(self.greedy)
         return self.world.now - start
 
     def reserve_everywhere(self) -> list[int]:
@@ -140,11 +124,11 @@ def test_a_commit_to_a_slab_that_was_taken_back_is_void_and_an_abort_is_accepted
     gone = [slot for slot in slots if slot not in alive]
     epoch = world.namespaces[GREEDY].epoch
     two = slots_of([gone[0], alive[0]])
-    outcome = world.run(ev.Commit(session, GREEDY, rivals.blocks(2), two, None, epoch, None))
+    outcome = world.run(ev.Commit(session, GREEDY, rivals.two(), two, None, epoch, None))
     assert isinstance(outcome, ins.Committed)
     assert list(outcome.outcomes) == [CommitOutcome.VOID, CommitOutcome.NO_PARENT]
     two = slots_of([alive[1], gone[1]])
-    outcome = world.run(ev.Commit(session, GREEDY, rivals.blocks(2), two, None, epoch, None))
+    outcome = world.run(ev.Commit(session, GREEDY, rivals.two(), two, None, epoch, None))
     assert isinstance(outcome, ins.Committed)
     assert list(outcome.outcomes) == [CommitOutcome.READY, CommitOutcome.VOID]
     outcome = world.run(ev.Abort(session, GREEDY, slots_of([alive[2], gone[2]])))

@@ -227,7 +227,7 @@ Written by `python -m benchmarks.policies` from [its results](../benchmarks/resu
 | policy | evicts first |
 | --- | --- |
 | `lru` (default) | the chain used longest ago, its tail before its head |
-| `curves` | what is worth least by how blocks of its kind were used so far: kinds are tenant, turn of the conversation, new tokens of the request, and time since its prefix was used before; worth are hits for each second that a block is kept |
+| `curves` | what is worth least by how blocks of its kind were used so far: kinds are tenant, turn of the conversation, new tokens of the request, and time since its prefix was used before, kind of the turn where the engine says it (`turn_kind`); worth are hits for each second that a block is kept |
 | `arc` | by a balance of what was used once and what was used again; to compare with |
 
 Only leaves are ever evicted, whatever the policy. Belady, who knows the future, bounds them all.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from kvtier.config_values import (
     AUTO,
     Addresses,
+    AdmissionRule,
     Choice,
     PathValue,
     Seconds,
@@ -119,7 +120,15 @@ class RemoteConfig:
     write_bytes_per_hour: int = option(
         AUTO,
         Size(MIB, 1 << 50, auto=True),
-        "Blocks put in an hour, on average, as nvme.write_bytes_per_hour. auto: no bound.",
+        "Blocks put in an hour, on average: what nobody has used twice takes what is left of it. "
+        "auto: no bound.",
+    )
+    admission: str = option(
+        "forecast",
+        AdmissionRule(),
+        "Of blocks used once, what is put. forecast (with dram.policy curves and a bound in "
+        "write_bytes_per_hour, else as reused): what is likely to be used again, the likelier the "
+        "less is left of that. all: while half of an hour's bytes is left. reused: nothing.",
     )
 
     @property

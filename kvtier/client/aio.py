@@ -273,7 +273,8 @@ class AsyncClient(ClientBase):
         if self._rpc is None or self._rpc_session is not session:
             if self._rpc is not None:
                 self._rpc.close_soon()
-            self._rpc, self._rpc_session = AioRpc(session.grpc_address), session
+            tls = self._link.settings.tls
+            self._rpc, self._rpc_session = AioRpc(session.grpc_address, tls), session
         return self._rpc
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:

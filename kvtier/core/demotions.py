@@ -35,7 +35,7 @@ from kvtier.core.tenancy import Tenancy, Turns
 from kvtier.core.write_budget import HOUR_SECONDS
 from kvtier.core.write_shares import WriteShares
 from kvtier.policy.admission import Admission, least_probability
-from kvtier.policy.eviction import ForecastingPolicy
+from kvtier.policy.eviction import EvictionPolicy, ForecastingPolicy
 from kvtier.types import BlockHash, NamespaceId, RemovedFor, TierName
 
 # What waits is bounded: the oldest gives way, and may ask again at its next use.
@@ -88,6 +88,11 @@ class Demotions:
         self.refused_count = 0  # Blocks that were not worth their write when their turn came.
         self._not_before = 0.0  # Whoever refuses a block is left alone for a moment.
 
+    def note_opened(self) -> None:
+        if self._settings.is_filling_free:
+            book = self._lower.book
+            self.budget.fill(book.free_segment_count * book.segment_bytes)
+
     @property
     def waiting_count(self) -> int:
         return sum(map(len, (*self._admitted.values(), *self._spare.values())))
@@ -130,7 +135,7 @@ class Demotions:
         if self._lower.is_writable:
             twice = residency.index.uses[rows] >= 2
             self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
-            if self._settings.admission is not Admission.REUSED:
+            if self._takes_spare(residency.policy):
                 self._ask(self._spare, RowFlag.SPARE, residency, rows[~twice])
 
     def admit(self, residency: Residency, rows: Rows) -> None:
@@ -211,9 +216,9 @@ class Demotions:
     def _may_write(self, tenant: str, queue: _Queue, flag: np.uint8) -> bool:
         if not self.budget.may_write(tenant):
             return False
-        is_spare = flag == RowFlag.SPARE
-        has_spare = self.budget.has_spare(tenant) or self._forecasts(queue) is not None
-        return has_spare or not is_spare
+        if flag != RowFlag.SPARE or self._forecasts(queue) is not None:
+            return True
+        return self.budget.has_spare(tenant)
 
     def make_room(self, tenant: str, now: float) -> None:
         """The tenant needs a segment, and there is none to be bound."""
@@ -242,6 +247,12 @@ class Demotions:
             return found or self._begin_again()
         return None
 
+    def _takes_spare(self, policy: EvictionPolicy) -> bool:
+        """Whether blocks are asked for that were used once."""
+        if self._settings.admission is not Admission.FORECAST:
+            return self._settings.admission is Admission.ALL
+        return self._settings.is_spare_written or isinstance(policy, ForecastingPolicy)
+
     def _forecasts(self, queue: _Queue) -> ForecastingPolicy | None:
         """Who tells whether what waits there first will be used again."""
         if not queue or self._settings.admission is not Admission.FORECAST:
@@ -262,8 +273,7 @@ class Demotions:
         rows = np.array(first, dtype=np.int32)
         rows = rows[rows < len(flags)]
         rows = rows[(flags[rows] & flag) != 0]
-        seconds = HOUR_SECONDS * self._lower.book.capacity_bytes / self.budget.bytes_per_hour
-        likely = policy.reuse_probabilities(rows, seconds)
+        likely = policy.reuse_probabilities(rows, self._stay_seconds())
         share = self.budget.share(self._namespaces[namespace].facts.tenant)
         least = least_probability(share)
         if flag == RowFlag.ADMITTED or share > 1.0:
@@ -271,6 +281,11 @@ class Demotions:
         refused = rows[(likely < least) & (index.uses[rows] < 2) | (likely <= 0)]
         flags[refused] &= ~flag  # So their turn passes over them.
         self.refused_count += len(refused)
+
+    def _stay_seconds(self) -> float:
+        """How long what is written now is taken to lie there."""
+        hours = self._lower.book.capacity_bytes / self.budget.bytes_per_hour
+        return max(self._settings.forecast_seconds_min, HOUR_SECONDS * hours)
 
     def _gather(self, queue: _Queue, flag: np.uint8) -> tuple[Residency, Rows]:
         """The next blocks of one namespace, with the parents that they need; flagged DEMOTING."""

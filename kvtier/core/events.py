@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core import hints
 from kvtier.layout import SegmentHeader
 from kvtier.types import (
     BlockHash,
@@ -27,6 +28,10 @@ from kvtier.types import (
 )
 
 Slots = npt.NDArray[np.uint32]
+HintSessionEnd = hints.HintSessionEnd
+HintPaused = hints.HintPaused
+HintTurnKind = hints.HintTurnKind
+Prefetch = hints.Prefetch
 
 
 # ------------------------------------------------------------------------ namespaces and slabs
@@ -210,34 +215,6 @@ class Evict:
     # Set by the manager when the event is continued.
     evicted_count: int = 0
     left_count: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HintSessionEnd:
-    """The prefix will not be continued."""
-
-    namespace: NamespaceId
-    hashes: Sequence[BlockHash]
-    done_count: int = 0  # Set by the manager when the event is continued.
-
-
-@dataclass(frozen=True, slots=True)
-class HintPaused:
-    """The prefix will be continued, but not at once: let it go down while it may."""
-
-    namespace: NamespaceId
-    hashes: Sequence[BlockHash]
-    done_count: int = 0  # Set by the manager when the event is continued.
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """Promote this prefix before anybody asks for it, after everything that somebody waits for."""
-
-    namespace: NamespaceId
-    hashes: Sequence[BlockHash]
-    done_count: int = 0  # Set by the manager when the event is continued.
-    promoting_count: int = 0  # Likewise.
 
 
 # ------------------------------------------------------------------------------- from the shell
@@ -476,6 +453,7 @@ Event = (
     | Evict
     | HintSessionEnd
     | HintPaused
+    | HintTurnKind
     | Prefetch
     | LowerOpened
     | SlabsAdopted

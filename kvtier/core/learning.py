@@ -6,6 +6,7 @@ And what such a policy may ask of a namespace's blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,15 +14,18 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.salting import salted
-from kvtier.policy.eviction import Keys, LearningPolicy
+from kvtier.errors import UnknownNamespace
+from kvtier.policy.eviction import Keys, LearningPolicy, TurnKindPolicy
 from kvtier.types import BlockHash, NamespaceId, PackedHashes
 
 if TYPE_CHECKING:
     from kvtier.core.index import PrefixIndex, Rows
     from kvtier.core.namespace_facts import NamespaceFacts
+    from kvtier.core.replica import Places
     from kvtier.core.residency import Residency
 
 _KEY_BYTES = 8
+_HINT_SLICE_BLOCKS = 1024
 
 
 def keys_of(hashes: Sequence[BlockHash], start: int = 0, salt: bytes = b"") -> Keys:
@@ -37,6 +41,17 @@ def keys_of(hashes: Sequence[BlockHash], start: int = 0, salt: bytes = b"") -> K
     packed = np.frombuffer(joined, dtype=np.uint8).reshape(len(hashes), -1)[start:]
     keys: Keys = np.ascontiguousarray(packed[:, -_KEY_BYTES:]).view(np.uint64)[:, 0]
     return keys
+
+
+def rows_and_keys(
+    residency: Residency, places: Places, hashes: Sequence[BlockHash]
+) -> tuple[Rows, Keys]:
+    """How policies are told of a chain, whose leading blocks are in these places: by rows what is
+    in memory, by keys what comes after."""
+    tier = residency.tier
+    ready = np.flatnonzero(tier.is_ready(places))
+    count = int(ready[-1]) + 1 if len(ready) else 0
+    return tier.row[places[ready]], keys_of(hashes, count, residency.facts.key_salt)
 
 
 class IndexedBlocks:
@@ -62,7 +77,7 @@ class Learning:
         self._namespaces = namespaces
 
     def handlers(self) -> dict[type, Callable[[Any, float], list[ins.Instruction]]]:
-        return {ev.Refitted: self._on_refitted}
+        return {ev.Refitted: self._on_refitted, ev.HintTurnKind: self._on_hint_turn_kind}
 
     def begin(self) -> list[ins.Instruction]:
         """Of every policy for which it is time."""
@@ -73,6 +88,21 @@ class Learning:
             if work is not None:
                 found.append(ins.Refit(namespace, residency.epoch, work))
         return found
+
+    def _on_hint_turn_kind(self, event: ev.HintTurnKind, now: float) -> list[ins.Instruction]:
+        residency = self._namespaces.get(event.namespace)
+        if residency is None:
+            raise UnknownNamespace(f"namespace {event.namespace} is not open: open it again")
+        stop = event.done_count + _HINT_SLICE_BLOCKS
+        part = event.hashes[event.done_count : stop]
+        policy = residency.policy
+        if not isinstance(policy, TurnKindPolicy):
+            return [ins.HintUsed(False)]
+        places = residency.index.place[residency.index.rows(part)]
+        policy.on_turn_kind(*rows_and_keys(residency, places, part), event.turn_kind)
+        if stop < len(event.hashes):
+            return [ins.Continue(replace(event, done_count=stop))]
+        return [ins.HintUsed(True)]
 
     def _on_refitted(self, event: ev.Refitted, now: float) -> list[ins.Instruction]:
         residency = self._namespaces[event.namespace]

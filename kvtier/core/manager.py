@@ -409,8 +409,7 @@ class BlockManager:
     def _on_lower_opened(self, event: ev.LowerOpened, now: float) -> list[ins.Instruction]:
         rung = self._ladder.rungs[event.tier]
         found = rung.lower.on_opened(event, now)
-        book = rung.lower.book
-        rung.demotions.budget.fill(book.free_segment_count * book.segment_bytes)
+        rung.demotions.note_opened()
         return found
 
     def _on_blocks_recovered(self, event: ev.BlocksRecovered, now: float) -> list[ins.Instruction]:

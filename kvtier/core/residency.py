@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
-from kvtier.core.learning import IndexedBlocks, keys_of
+from kvtier.core.learning import IndexedBlocks, rows_and_keys
 from kvtier.core.namespace_facts import NamespaceFacts
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.runs import Run
@@ -102,10 +102,7 @@ class Residency:
     def note_request(self, places: Places, hashes: Sequence[BlockHash], now: float) -> None:
         """A request asked for this chain; these are the places of its leading blocks, which
         `note_use` was told of."""
-        ready = np.flatnonzero(self.tier.is_ready(places))
-        count = int(ready[-1]) + 1 if len(ready) else 0
-        keys = keys_of(hashes, count, self.facts.key_salt)
-        self.policy.on_request(self.tier.row[places[ready]], keys, now)
+        self.policy.on_request(*rows_and_keys(self, places, hashes), now)
 
     def note_use(self, rows: Rows, now: float) -> None:
         index = self.index

@@ -27,6 +27,13 @@ class LowerSettings:
     batch_bytes: int = 16 << 20
     # Of blocks that nobody has used twice, and of which no hint says that they will be.
     admission: Admission = Admission.FORECAST
+    # Whether a forecast that no policy can make admits all, while the budget has room to spare.
+    is_spare_written: bool = True
+    # Whether what fills an empty pool is free: a drive is written once for it, others' stores are
+    # asked by us for each block.
+    is_filling_free: bool = True
+    # How far a forecast looks at least; else as far as the budget takes to write the whole tier.
+    forecast_seconds_min: float = 0.0
     # How long nothing is written after a block was refused: the queue is full, or an engine is off.
     refused_seconds: float = 1.0
     # How long a segment waits for blocks that go again before it is reused without them.

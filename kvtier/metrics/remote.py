@@ -48,6 +48,21 @@ class RemoteMetrics:
             {"reason": REMOTE_TROUBLES},
         )
 
+        self._refused_blocks = registry.counter(
+            "kvtier_remote_refused_blocks_total",
+            "Blocks that were not put, for they are not likely enough to be used again.",
+            {},
+        )
+        self.write_budget_bytes = registry.gauge(
+            "kvtier_remote_write_budget_bytes",
+            "What may be put now (remote.write_bytes_per_hour); +Inf: there is no bound.",
+            {},
+        )
+
+    def note_refused(self, refused_count: int) -> None:
+        """The core's count since start."""
+        self._registry.follow(self._refused_blocks, refused_count)
+
     def note_troubles(self, troubles: Mapping[str, int]) -> None:
         """Likewise, by reason."""
         for reason, count in troubles.items():

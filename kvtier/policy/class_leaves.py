@@ -73,9 +73,12 @@ class Leaves:
         self.used_at[rows], self.kind[rows] = used_at, kinds
 
     def move(
-        self, rows: npt.NDArray[np.intp], used_at: float, kinds: npt.NDArray[np.int16] | int
+        self,
+        rows: npt.NDArray[np.intp],
+        used_at: float | Times,
+        kinds: npt.NDArray[np.int16] | int,
     ) -> None:
-        """These blocks have this time and class from now on."""
+        """These blocks have this time and class from now on; each its own, or all the same."""
         leaves = rows[self._is_leaf[rows]]
         if len(leaves):
             self._changed.update(self.kind[leaves].tolist())

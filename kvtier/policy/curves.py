@@ -134,6 +134,18 @@ class CurvesPolicy:
         self._leaves.move(mine, -np.inf, ENDED)
         return True
 
+    def on_turn_kind(self, rows: Rows, absent: Keys, turn_kind: int) -> None:
+        mine, classes = rows.astype(np.intp), self._classes
+        keys = np.concatenate([self._keys[mine], absent])
+        places, known = self._history.find(keys)
+        kinds = classes.of_turn_kind(self._history.kind[places[known]], turn_kind)
+        self._history.kind[places[known]] = kinds
+        if self._guard is not None:
+            self._guard.on_turn_kind(keys[known], kinds)
+        leaves = self._leaves
+        told = classes.of_turn_kind(leaves.kind[mine], turn_kind)
+        leaves.move(mine, leaves.used_at[mine], told)
+
     def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
         self._worth.now = self._now
         if self._guard is not None:

@@ -19,6 +19,9 @@ Rows = npt.NDArray[np.int32]
 # What a block is known by when it has no row: equal for equal prefixes, 64 bits of its hash.
 Keys = npt.NDArray[np.uint64]
 
+# Kinds of turns that are told apart.
+TURN_KINDS_MAX = 8
+
 
 class Evictable(Enum):
     """Whether a block may be evicted now."""
@@ -111,6 +114,16 @@ class ForecastingPolicy(Protocol):
     def reuse_probabilities(self, rows: Rows, seconds: float) -> npt.NDArray[np.float64]:
         """Of each of these blocks within so many seconds; 1 where nothing is known yet, 0 where it
         is known that nobody will."""
+        ...
+
+
+@runtime_checkable
+class TurnKindPolicy(Protocol):
+    """A policy that learns by what engines say of turns."""
+
+    def on_turn_kind(self, rows: Rows, absent: Keys, turn_kind: int) -> None:
+        """The last request for this chain, of blocks in `rows` and of these keys that are not
+        here, was a turn of this kind: 1 to TURN_KINDS_MAX."""
         ...
 
 

@@ -74,6 +74,12 @@ class ShadowCache:
         rows = [self._row_of[key] for key in keys if key in self._row_of]
         self._leaves.move(np.array(rows, np.intp), -np.inf, ENDED)
 
+    def change(self, keys: Sequence[int], kinds: npt.NDArray[np.int16]) -> None:
+        """These blocks, where they are here, are of other classes from now on."""
+        here = [place for place, key in enumerate(keys) if key in self._row_of]
+        rows = np.array([self._row_of[keys[place]] for place in here], np.intp)
+        self._leaves.move(rows, self._leaves.used_at[rows], kinds[here])
+
     def shrink(self, count_max: int) -> None:
         excess = len(self) - count_max
         if excess > 0:
@@ -158,6 +164,11 @@ class Guard:
         names = keys.tolist()
         for shadow in (self._learned, self._plain):
             shadow.end(names)
+
+    def on_turn_kind(self, keys: Keys, kinds: npt.NDArray[np.int16]) -> None:
+        names = keys.tolist()
+        for shadow in (self._learned, self._plain):
+            shadow.change(names, kinds)
 
     def note_full(self, resident_count: int, now: float) -> None:
         """The cache is about to evict, with so many blocks."""

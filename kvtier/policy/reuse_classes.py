@@ -1,8 +1,9 @@
 """Classes of requests whose blocks are used again alike.
 
-tenant x turn of the conversation x new tokens x time since the matched prefix was used; blocks that
-many requests share are in classes by how many. Which features tell most was measured on public
-traces (docs/policies.md): the new tokens above all.
+tenant x turn of the conversation x new tokens x time since the matched prefix was used x kind of
+the turn, where an engine has said it; blocks that many requests share are in classes by how many.
+Which features tell most was measured on public traces (docs/policies.md), but for kinds of turns,
+which are not in them: the new tokens above all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.policy.eviction import TURN_KINDS_MAX
+
 TURNS = (2, 4)  # The first; the second and third; later ones.
 NEW_TOKENS = (1_000, 4_000, 16_000, 48_000)
 GAP_SECONDS = (20.0, 120.0)
@@ -21,6 +24,9 @@ SHARED_LOG2_MAX = 12
 CLASS_COUNT_MAX = 4096
 
 ENDED = 0  # The session is over.
+
+_Name = tuple[int, ...]  # What makes a class; of requests: tenant, turn, new, gap, kind of turn.
+_PARTS, _UNTOLD = 5, 0
 
 
 class Request(NamedTuple):
@@ -43,10 +49,11 @@ class ClassTable:
     def __init__(self, *, features: bool = True) -> None:
         """Without features there is one class."""
         self._features = features
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[_Name, int] = {}
+        self._names: list[_Name] = [()]  # By class.
         self.group_of: list[int] = [-1]  # By class; -1: it leans on all blocks together.
         self.group_count = 0
-        self._groups: dict[tuple[int, ...], int] = {}
+        self._groups: dict[_Name, int] = {}
         self._shared: dict[int, tuple[npt.NDArray[np.int16], int]] = {}  # By tenant.
 
     @property
@@ -61,8 +68,20 @@ class ClassTable:
         gap = (
             0 if request.gap_seconds is None else 1 + bisect_right(GAP_SECONDS, request.gap_seconds)
         )
-        group = (request.tenant, turn, new)
-        return self._number((*group, gap), group)
+        return self._of_name((request.tenant, turn, new, gap, _UNTOLD))
+
+    def of_turn_kind(self, kinds: npt.NDArray[np.int16], turn_kind: int) -> npt.NDArray[np.int16]:
+        """The same classes, but of turns of this kind; those of shared blocks and ended sessions
+        have none."""
+        assert 0 < turn_kind <= TURN_KINDS_MAX, "a kind of turn that has no number"
+        found = kinds.copy()
+        for kind in np.unique(kinds).tolist():
+            name = self._names[kind]
+            if len(name) == _PARTS:
+                told = (*name[:-1], turn_kind)
+                if told in self._numbers or self.count < CLASS_COUNT_MAX:
+                    found[kinds == kind] = self._of_name(told)
+        return found
 
     def of_shared(self, tenant: int, uses_max: int) -> npt.NDArray[np.int16]:
         """Classes of blocks that many requests share, by log2 of how many; up to `uses_max`, and
@@ -78,7 +97,12 @@ class ClassTable:
         self._shared[tenant] = found, max(filled, log)
         return found
 
-    def _number(self, name: tuple[int, ...], group: tuple[int, ...] | None) -> int:
+    def _of_name(self, name: _Name) -> int:
+        """Of requests; their group is the class without its gap."""
+        tenant, turn, new, _, turn_kind = name
+        return self._number(name, (tenant, turn, new, turn_kind))
+
+    def _number(self, name: _Name, group: _Name | None) -> int:
         found = self._numbers.get(name)
         if found is not None:
             return found
@@ -92,4 +116,5 @@ class ClassTable:
                 self.group_count += 1
             self.group_of.append(self._groups[group])
         self._numbers[name] = self.count - 1
+        self._names.append(name)
         return self.count - 1

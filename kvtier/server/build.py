@@ -34,7 +34,7 @@ from kvtier.server.core_loop import CoreLoop, Effects, both
 from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
-from kvtier.server.doors import Door, DoorMaker, add_port
+from kvtier.server.doors import Door, DoorMaker, RemoteDoor, add_port
 from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
@@ -70,7 +70,7 @@ from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.server.tenants import Tenant, call_limits, tenant_budgets
-from kvtier.server.threads import run_in_thread
+from kvtier.server.threads import call_soon, run_in_thread
 from kvtier.server.watch import WatchHub
 from kvtier.types import TierName
 
@@ -92,6 +92,7 @@ class Parts:
     adopter: Adopter
     events: KvEvents | None
     doors: tuple[Door, ...]  # That of server.socket first.
+    remote_door: RemoteDoor | None  # With TLS.
     data: DataCalls
     tcp_address: str
     admin: AdminServer | None
@@ -153,6 +154,7 @@ class _Builder:
             self.base.clock,
             dram_bytes=plan.slab_bytes * plan.slab_count_max,
             nvme_bytes=lower.paths.capacity_bytes if lower.paths is not None else 0,
+            has_tenants=len(plan.tenants) > 1,
         )
         self.reporter = Reporter(
             self.base,
@@ -256,12 +258,13 @@ class _Builder:
             self.calls,
             handlers,
             self.plan.listeners,
-            self.config.grpc.calls_max,
+            self.config,
+            self.base.metrics.calls,
             self._session_socket,
             self._bound,
         )
         doors = tuple(map(maker.open, self.plan.tenants))
-        tcp_address = self._listen_tcp(doors[0].grpc)
+        remote_door, tcp_address = self._listen_tcp(maker, doors[0].grpc)
         address = self.config.admin.address
         admin = None
         if address != "off":
@@ -283,6 +286,7 @@ class _Builder:
             adopter=self.adopter,
             events=self.events,
             doors=doors,
+            remote_door=remote_door,
             data=self.data,
             tcp_address=tcp_address,
             admin=admin,
@@ -377,13 +381,23 @@ class _Builder:
         administration.add_to(handlers)
         return handlers
 
-    def _listen_tcp(self, server: grpc.aio.Server) -> str:
-        """Where clients of other network namespaces may call, if anywhere."""
+    def _listen_tcp(
+        self, maker: DoorMaker, server: grpc.aio.Server
+    ) -> tuple[RemoteDoor | None, str]:
+        """Where clients of other network namespaces may call, if anywhere; `server`: of those who
+        need no certificate."""
         tcp = self.config.grpc.tcp
         if tcp == "off":
-            return ""
+            return None, ""
+        if self.config.grpc.has_tls:
+            loop = asyncio.get_running_loop()
+            door = maker.open_remote(
+                self.plan.inner_tls_socket,
+                lambda error: call_soon(loop, partial(self.core.fail, error)),
+            )
+            return door, door.address
         port = add_port(server, tcp, "grpc.tcp")
-        return f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+        return None, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
 
     def _tier_states(self) -> list[tuple[str, str]]:
         """For people who ask why a block is not there."""

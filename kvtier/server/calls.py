@@ -244,6 +244,7 @@ def _refusal_facts(name: str, who: Caller | Peer, error: KVTierError) -> dict[st
         "session": who.session if isinstance(who, Caller) else None,
         "tenant": peer.tenant or None,
         "uid": peer.uid,
+        "certificate": peer.certificate or None,
         "error": type(error).__name__,
         "reason": str(error),
     }

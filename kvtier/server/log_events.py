@@ -48,6 +48,20 @@ EVENTS: dict[str, LogEvent] = {
         "not one of the tenant's users, a Hello that was wrong or late, or a limit",
         ("tenant", "uid", "error", "reason"),
     ),
+    "tls connection refused": LogEvent(
+        "warning",
+        "at grpc.tcp: no certificate that counts, a handshake that was late, or a limit",
+        ("address", "reason"),
+    ),
+    "tls files read again": LogEvent("info", "they had changed", ("path",)),
+    "tls files cannot be used": LogEvent(
+        "warning", "they had changed; the former ones go on to serve", ("reason",)
+    ),
+    "certificate expired": LogEvent(
+        "info",
+        "of a client that was connected: its connection ends",
+        ("address", "tenant", "certificate"),
+    ),
     "cannot accept": LogEvent("warning", "no descriptor is left, as a rule", ("reason",)),
     "too many lane connections": LogEvent("warning", "the oldest idle ones close", ("max",)),
     "lane frame before the answer was read": LogEvent("warning", "the client is broken"),
@@ -56,7 +70,7 @@ EVENTS: dict[str, LogEvent] = {
     "call refused": LogEvent(
         "info",
         "its error went to the client",
-        ("request", "call", "session", "tenant", "uid", "error", "reason"),
+        ("request", "call", "session", "tenant", "uid", "certificate", "error", "reason"),
     ),
     "call slow": LogEvent(
         "warning",

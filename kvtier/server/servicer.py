@@ -20,6 +20,7 @@ from kvtier.server.namespaces import OpenedNamespace
 from kvtier.server.remote_search import RemoteSearch
 from kvtier.server.security import Caller, Peer, Rights
 from kvtier.server.sessions import Sessions
+from kvtier.server.turn_kinds import TurnKinds
 from kvtier.server.watch import TokenIds, WatchHub
 from kvtier.server.wire import (
     check_packed,
@@ -78,6 +79,7 @@ class EngineCalls:
         self._facts = facts
         self._search = search
         self._missed = base.missed
+        self._turn_kinds = TurnKinds()
 
     def add_to(self, handlers: Handlers) -> None:
         handlers.unary |= {
@@ -260,13 +262,16 @@ class EngineCalls:
         namespace, hashes = self._hashes_of(request, caller)
         if len(request.turn_kind) > TURN_KIND_CHARS_MAX:
             raise BadRequest(f"turn_kind is too long: at most {TURN_KIND_CHARS_MAX} characters")
-        event: ev.HintSessionEnd | ev.HintPaused
+        event: ev.HintSessionEnd | ev.HintPaused | ev.HintTurnKind
         if request.session_end:
             event = ev.HintSessionEnd(namespace.id, hashes)
         elif request.paused_ms:
             event = ev.HintPaused(namespace.id, hashes)
+        elif request.turn_kind:
+            number = self._turn_kinds.number(namespace.id, request.turn_kind)
+            event = ev.HintTurnKind(namespace.id, hashes, number)
         else:
-            return pb.HintResponse(used=False)  # No running policy asks for turn kinds.
+            return pb.HintResponse(used=False)
         reply = await self._core.run(event)
         assert isinstance(reply, ins.HintUsed), "hints have one kind of reply"
         return pb.HintResponse(used=reply.used)

@@ -8,7 +8,12 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from kvtier.policy.eviction import Evictable, EvictionPolicy
+from kvtier.policy.eviction import (
+    TURN_KINDS_MAX,
+    Evictable,
+    EvictionPolicy,
+    TurnKindPolicy,
+)
 
 
 def rows_of(*rows: int) -> np.ndarray:
@@ -124,6 +129,17 @@ class EvictionPolicyContract(ABC):
         self.chain(policy, 0, 1, now=1.0)
         self.chain(policy, 2, now=2.0)
         assert isinstance(policy.on_session_end(rows_of(0, 1)), bool)
+        assert sorted(self.nominated(policy, 5)) == [1, 2]
+
+    def test_kinds_of_turns_harm_no_rule(self, policy: EvictionPolicy) -> None:
+        if not isinstance(policy, TurnKindPolicy):
+            return
+        self.chain(policy, 0, 1, now=1.0)
+        self.chain(policy, 2, now=2.0)
+        absent = np.array([7, 8], np.uint64)
+        for turn_kind in (1, TURN_KINDS_MAX, 1):
+            policy.on_turn_kind(rows_of(0, 1), absent, turn_kind)
+        policy.on_turn_kind(rows_of(), absent[:0], 1)
         assert sorted(self.nominated(policy, 5)) == [1, 2]
 
     def test_empty_lists_are_no_news(self, policy: EvictionPolicy) -> None:

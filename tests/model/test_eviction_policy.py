@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvtier.policy.curves import CurvesPolicy
-from kvtier.policy.eviction import Evictable, EvictionPolicy
+from kvtier.policy.eviction import (
+    TURN_KINDS_MAX,
+    Evictable,
+    EvictionPolicy,
+    TurnKindPolicy,
+)
 from kvtier.policy.lru import LruPolicy
 from tests.support.machines import machine_settings
 from tests.support.policy_blocks import FakeBlocks
@@ -55,6 +60,12 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
         rows = self.prefix(pick)
         self.policy.on_session_end(np.array(rows, dtype=np.int32))
         self.used_at.update(dict.fromkeys(rows, -np.inf))
+
+    @rule(pick=picks)
+    def tell_kind(self, pick: int) -> None:
+        if isinstance(self.policy, TurnKindPolicy):
+            rows = np.array(self.prefix(pick), dtype=np.int32)
+            self.policy.on_turn_kind(rows, np.zeros(0, np.uint64), 1 + pick % TURN_KINDS_MAX)
 
     @rule(pick=picks)
     def hold(self, pick: int) -> None:

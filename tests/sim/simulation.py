@@ -287,7 +287,12 @@ class Simulation:
         elif kind == "evict":
             world.start(ev.Evict(namespace, hashes))
         elif kind == "hint":
-            world.start(ev.HintSessionEnd(namespace, hashes))
+            kind = self.chance.randrange(3)
+            world.start(
+                ev.HintTurnKind(namespace, hashes, kind)
+                if kind
+                else ev.HintSessionEnd(namespace, hashes)
+            )
         elif kind == "clear" and self.chance.random() < 0.5:
             world.clear(namespace)
 

@@ -21,6 +21,12 @@ from tests.support.known_blocks import WrongBytes, chain_hashes, check_payload, 
 CHAIN_BLOCKS_MAX = 8
 KNOWN_MAX = 64
 WAIT_SECONDS_MAX = 1.0
+HINTS: list[dict[str, Any]] = [
+    {"paused_seconds": 60.0},
+    {"session_end": True},
+    {"turn_kind": "tool"},
+    {"turn_kind": "user"},
+]
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,7 @@ class MixedLoad:
         self._client.prefetch(self._namespace, self._some_chain())
 
     def hint(self) -> None:
-        hint: dict[str, Any] = self._rng.choice([{"paused_seconds": 60.0}, {"session_end": True}])
-        self._client.hint(self._namespace, self._some_chain(), **hint)
+        self._client.hint(self._namespace, self._some_chain(), **self._rng.choice(HINTS))
 
     def evict(self) -> None:
         if self._known:

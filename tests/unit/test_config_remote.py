@@ -11,6 +11,9 @@ from kvtier.config import Config, load, parse
 from kvtier.config_remote import RemoteConfig, changed_options
 from kvtier.config_values import AUTO
 from kvtier.errors import ConfigError
+from kvtier.policy.admission import Admission
+from kvtier.server.lower_settings import lower_settings
+from kvtier.types import TierName
 
 FILES = {"engine": "files", "path": "/mnt/kv", "capacity_bytes": "1TiB"}
 REDIS = {"engine": "redis", "addresses": "10.0.0.1:6379"}
@@ -137,8 +140,22 @@ def test_a_secret_in_the_configuration_is_refused_and_not_repeated(
 
 def test_every_option_is_told_with_its_engine() -> None:
     """Reads the sentence that the document prints: which engine it is for, or none."""
-    common = {"engine", "codec", "timeout_seconds", "known_bytes", "write_bytes_per_hour"}
+    common = {"engine", "codec", "timeout_seconds", "known_bytes"}
+    common |= {"write_bytes_per_hour", "admission"}
     for one in fields(RemoteConfig):
         engine = one.metadata["help"].partition(":")[0]
         assert (engine in ("files", "redis", "mooncake")) == (one.name not in common), one.name
     assert Config().remote == RemoteConfig()
+
+
+def test_what_was_used_once_is_put_by_forecast_only_where_a_bound_steers_it() -> None:
+    def admission(**given: str) -> Admission:
+        options = {f"remote.{name}": value for name, value in {**REDIS, **given}.items()}
+        return lower_settings(load(None, options), None)[TierName.REMOTE].admission
+
+    assert admission() is Admission.REUSED
+    assert admission(admission="all") is Admission.ALL
+    assert admission(write_bytes_per_hour="10GiB") is Admission.FORECAST
+    assert admission(write_bytes_per_hour="10GiB", admission="reused") is Admission.REUSED
+    with pytest.raises(ConfigError, match=r"remote\.admission is 'coin'.*behind a hole"):
+        admission(admission="coin")

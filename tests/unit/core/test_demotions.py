@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,9 @@ TIERED = replace(
 )
 
 
-def with_budget(slots_per_hour: float) -> ManagerConfig:
-    nvme = replace(TIERED.lower[TierName.NVME], write_bytes_per_hour=slots_per_hour * SLOT_BYTES)
+def with_budget(slots_per_hour: float, settings: Mapping[str, Any] = {}) -> ManagerConfig:
+    budget_bytes = slots_per_hour * SLOT_BYTES
+    nvme = replace(TIERED.lower[TierName.NVME], write_bytes_per_hour=budget_bytes, **settings)
     return replace(TIERED, lower={TierName.NVME: nvme})
 
 
@@ -272,45 +274,77 @@ def test_a_chain_that_pauses_goes_down_when_there_is_nothing_to_spare() -> None:
 
 
 class Oracle(LruPolicy):
-    """Knows by the time of its last use how likely a block is used again."""
+    """Says of every block how likely it is used again, and keeps how far ahead it was asked."""
 
-    likely = 0.3
+    def __init__(self, likely: float) -> None:
+        super().__init__()
+        self.likely, self.seconds_asked = likely, 0.0
 
     def reuse_probabilities(self, rows: Rows, seconds: float) -> np.ndarray:
-        assert seconds == pytest.approx(3600 * POOL_SLOTS / 100)
+        self.seconds_asked = seconds
         return np.full(len(rows), self.likely)
 
 
 POOL_SLOTS = 32
+# Of the remote tier.
+REMOTE = {"is_spare_written": False, "is_filling_free": False, "forecast_seconds_min": 7200.0}
+tiers = pytest.mark.parametrize("settings", [{}, REMOTE], ids=["NVMe", "remote"])
 
 
-def forecasting(likely: float, spent_share: float) -> TieredStory:
+def forecasting(
+    likely: float, spent_share: float, settings: Mapping[str, Any] = {}
+) -> tuple[TieredStory, Oracle]:
     """Of 100 blocks an hour so many were written already; writing is not free any more."""
-    maker = type("Told", (Oracle,), {"likely": likely})
+    oracle = Oracle(likely)
     story = TieredStory(
-        with_budget(100), make_manager=lambda config: BlockManager(config, make_policy=maker)
+        with_budget(100, settings),
+        make_manager=lambda config: BlockManager(config, make_policy=lambda _: oracle),
     )
     budget = story.world.manager._ladder.rungs[TierName.NVME].demotions.budget
-    budget.fill(0)
+    if not settings:
+        budget.fill(0)
     budget.take("", int(spent_share * 100 * SLOT_BYTES))
-    return story
+    return story, oracle
 
 
+@tiers
 @pytest.mark.parametrize(("spent", "written"), [(0.0, 3), (0.5, 0), (0.95, 0)])
 def test_the_less_is_left_of_the_budget_the_likelier_a_use_must_be(
-    spent: float, written: int
+    spent: float, written: int, settings: Mapping[str, Any]
 ) -> None:
-    story = forecasting(0.25, spent)
+    story, oracle = forecasting(0.25, spent, settings)
     story.write_behind("abc")
     assert story.on_nvme("abc") == written
     assert story.counts.refused_count == 3 - written
-    likelier = forecasting(0.7, spent)
+    assert oracle.seconds_asked == pytest.approx(7200 if settings else 3600 * POOL_SLOTS / 100)
+    likelier, _ = forecasting(0.7, spent, settings)
     likelier.write_behind("abc")
     assert likelier.on_nvme("abc") == 3
 
 
+def test_without_a_forecast_the_remote_tier_gets_nothing_used_once() -> None:
+    story = TieredStory(with_budget(100, REMOTE))
+    story.write_behind("abc")
+    assert story.on_nvme("abc") == 0
+    assert story.counts.waiting_demote_count == 0
+    story.use("abc")
+    story.tick(0.0)
+    story.world.finish_work()
+    assert story.on_nvme("abc") == 3
+
+
+def test_room_in_the_remote_tier_is_no_budget() -> None:
+    story = TieredStory(with_budget(2, REMOTE))
+    for name in ("abc", "xyz"):
+        story.offload(name)
+        story.use(name)
+        story.tick(0.0)
+        story.world.finish_work()
+    assert story.on_nvme("abc") + story.on_nvme("xyz") == 3, "one batch is the most it may exceed"
+
+
 def test_what_was_refused_goes_down_when_it_was_used_twice() -> None:
-    story = forecasting(0.25, 0.9)
+    story, _ = forecasting(0.25, 0.9)
     story.write_behind("abc")
     assert story.on_nvme("abc") == 0
     story.use("abc")
@@ -320,7 +354,7 @@ def test_what_was_refused_goes_down_when_it_was_used_twice() -> None:
 
 
 def test_what_nobody_will_use_is_not_written_though_it_was_used_often() -> None:
-    story = forecasting(0.0, 0.0)
+    story, _ = forecasting(0.0, 0.0)
     story.write_behind("abc")
     story.use("abc")
     story.use("abc")

@@ -208,5 +208,6 @@ def test_advice_reaches_the_core_and_its_answer_the_caller(tmp_path: Path) -> No
             hint.namespace_id, hint.hashes = namespace, hashes
             assert (await rig.calls.hint(hint, rig.caller)).used is used
         assert len(rig.manager.of(ev.HintPaused)) == len(rig.manager.of(ev.HintSessionEnd)) == 1
+        assert [one.turn_kind for one in rig.manager.of(ev.HintTurnKind)] == [1]
 
     asyncio.run(test())

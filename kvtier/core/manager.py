@@ -19,6 +19,7 @@ from kvtier.core.adoption import Adoption
 from kvtier.core.audit import find_violations, gather_stats, lower_counts
 from kvtier.core.committing import Committing
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
+from kvtier.core.erasing import Erasing
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
 from kvtier.core.learning import Learning
@@ -32,11 +33,7 @@ from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
 from kvtier.core.slices import Lost
 from kvtier.core.stats import ManagerStats
-from kvtier.errors import (
-    BadRequest,
-    Draining,
-    UnknownNamespace,
-)
+from kvtier.errors import BadRequest, Draining, UnknownNamespace
 from kvtier.policy.eviction import PolicyMaker
 from kvtier.types import (
     BlockHash,
@@ -72,6 +69,7 @@ class BlockManager:
         )
         self._adoption = Adoption(self._namespaces, self._ledger, self._shares, self._engines)
         self._learning = Learning(self._namespaces)
+        self._erasing = Erasing(self._namespaces, self._ladder)
         self.locator = Locator(self._namespaces)
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
@@ -107,7 +105,7 @@ class BlockManager:
             ev.DrainStarted: self._on_drain_started,
             ev.DrainEnded: self._on_drain_ended,
             ev.SweepVoid: self._on_sweep_void,
-            **(self._adoption.handlers() | self._learning.handlers()),
+            **(self._adoption.handlers() | self._learning.handlers() | self._erasing.handlers()),
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:

@@ -40,6 +40,7 @@ class Residency:
         self._lower = lower
         self.index = self._make_index()
         self.tier = MemoryTier(set_slot_count)
+        self.is_erasing = False  # It is given no slots meanwhile.
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
         self._make_policy = make_policy

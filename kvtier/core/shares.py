@@ -362,6 +362,8 @@ class Shares:
         )
 
     def _stock_count_max(self, residency: Residency, now: float) -> int:
+        if residency.is_erasing:
+            return 0
         tenant = residency.facts.tenant
         sessions = max(1, self._engines.scheduler_count(tenant))
         own_bytes = self.share_bytes(tenant, now)

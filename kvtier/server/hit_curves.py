@@ -66,6 +66,10 @@ class HitCurves:
             "curves": [self._told(tenant, curve) for tenant, curve in curves],
         }
 
+    def forget(self, tenant: str) -> None:
+        """Its own curve; that of all keeps samples of hashes that nobody can turn back."""
+        self._tenants.pop(tenant, None)
+
     def _told(self, tenant: str, curve: HitCurve) -> dict[str, Any]:
         hours = self._weighted_seconds() / 3600
         return {

@@ -73,6 +73,13 @@ class Buffers:
                 self._kept_bytes += length
                 self._free.setdefault(length, []).append(whole)
 
+    def forget(self) -> None:
+        """Keep none: what stood in them goes back to the system with their memory."""
+        with self._lock:
+            self._free.clear()
+            self._kept_bytes = 0
+            self._rooms.clear()
+
     def _take_small(self, count_bytes: int) -> Bytes:
         """From the first room that has one, so that the last ones empty; one empty room is kept."""
         length = max(1, -(-count_bytes // _SMALL_STEP_BYTES)) * _SMALL_STEP_BYTES

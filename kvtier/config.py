@@ -19,10 +19,11 @@ from typing import cast
 
 from kvtier.config_cxl import CxlConfig, check_cxl
 from kvtier.config_events import EventsConfig, check_events
+from kvtier.config_grpc import GrpcConfig, check_grpc
 from kvtier.config_recorder import RecorderConfig
 from kvtier.config_remote import RemoteConfig, check_remote
 from kvtier.config_restart import RestartConfig, check_restart
-from kvtier.config_tenant import SHARED, TenantConfig, check_tenants
+from kvtier.config_tenant import SHARED, TenantConfig, certificate_lists, check_tenants
 from kvtier.config_values import (
     AUTO,
     Address,
@@ -214,19 +215,6 @@ class LeaseConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GrpcConfig:
-    """The gRPC face."""
-
-    tcp: str = option(
-        "off",
-        Address(),
-        'Loopback address to listen on besides the Unix socket, such as "127.0.0.1:0" '
-        '(0: any free port), or "off".',
-    )
-    calls_max: int = option(512, Count(1, 65536), "Calls of a tenant at once; more are refused.")
-
-
-@dataclass(frozen=True, slots=True)
 class AdminConfig:
     """HTTP for people and Prometheus: a status page, /metrics and /healthz."""
 
@@ -402,17 +390,13 @@ def _check_together(config: Config) -> None:
 
 def _check_tenants(config: Config) -> None:
     check_tenants(config.tenant, config.server.tenant, config.server.socket)
+    lists = certificate_lists(config.tenant)
+    check_grpc(config.grpc, lists, has_tenants=bool(config.tenant))
     for name in config.kv_events.tenants:
         if name not in (*config.tenant, config.server.tenant, SHARED):
             raise ConfigError(f"kv_events.tenants names {name!r}: no [tenant.{name}] is there")
-    if not config.tenant:
-        return
-    if config.cxl.single_tenant:
+    if config.tenant and config.cxl.single_tenant:
         raise ConfigError("cxl.single_tenant is true, but there are tenants: leave it out")
-    if config.grpc.tcp != "off":
-        raise ConfigError(
-            "grpc.tcp is set, but nobody can tell whose tenant a TCP client is: leave it off"
-        )
 
 
 def slab_bytes_for(budget_bytes: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.config_grpc import CertificateNames
 from kvtier.config_values import Choice, Count, Fraction, Names, PathValue, option
 from kvtier.errors import ConfigError
 
@@ -79,6 +80,15 @@ class TenantConfig:
         Ids("user"),
         "Users who may connect, and may do everything within the tenant: Evict, Pin and Clear too.",
     )
+    certificates: tuple[str, ...] = option(
+        (),
+        CertificateNames(),
+        "Who may put, get and prefetch blocks by value at `grpc.tcp`, for this tenant; see [grpc].",
+    )
+    reader_certificates: tuple[str, ...] = option((), CertificateNames(), "Who may only ask there.")
+    admin_certificates: tuple[str, ...] = option(
+        (), CertificateNames(), "Who may do everything within the tenant there."
+    )
     shared_models: tuple[str, ...] = option(
         (),
         Names("models"),
@@ -110,7 +120,8 @@ class TenantConfig:
     calls_per_second: int = option(
         0,
         Count(0, 1_000_000),
-        "More calls in a second, a second's worth of them at once, are refused (LimitExceeded). "
+        "More calls in a second, a second's worth of them at once, are refused (LimitExceeded); "
+        "Commit, Abort and Release, which give back what was taken, only a second's worth later. "
         "0: as many as come.",
     )
 
@@ -154,6 +165,16 @@ def check_tenants(tenants: Mapping[str, TenantConfig], own: str, own_socket: str
             f"the minima of the tenants are {guaranteed:g} together: they may be 1 at most"
         )
     _check_shared(tenants)
+
+
+def certificate_lists(tenants: Mapping[str, TenantConfig]) -> dict[str, tuple[str, ...]]:
+    """The lists of certificates, by option."""
+    kinds = ("certificates", "reader_certificates", "admin_certificates")
+    return {
+        f"tenant.{name}.{kind}": getattr(tenant, kind)
+        for name, tenant in tenants.items()
+        for kind in kinds
+    }
 
 
 def sharers(tenants: Mapping[str, TenantConfig]) -> dict[str, frozenset[str]]:

@@ -394,7 +394,7 @@ class Address:
         if value == "off":
             return value
         host, port = split_address(name, value)
-        if host != "localhost" and not _is_loopback(host):
+        if host != "localhost" and not is_loopback(host):
             raise ConfigError(f"{name} is {value!r}: only loopback addresses may be listened on")
         if not 0 <= port <= 65535:
             raise ConfigError(f"{name} is {value!r}: the port may be 0 to 65535")
@@ -485,7 +485,7 @@ def _with_unit(name: str, value: object, units: Mapping[str, float]) -> float:
     return float(found[1]) * units[found[2]]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

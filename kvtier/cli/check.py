@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvtier.cli.connect import add_socket_argument, connected
+from kvtier.cli.connect import add_socket_argument, connected, tool_settings
 from kvtier.cli.output import add_json_argument, plain, print_json
 
 EXIT_VIOLATED = 1
@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with connected(arguments.socket, name="kvtier check") as client:
+    with connected(
+        arguments.socket, name="kvtier check", settings=tool_settings(arguments)
+    ) as client:
         answer = client.check()
     violations = list(answer.violations)
     if arguments.json:

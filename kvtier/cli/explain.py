@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvtier.cli.connect import add_socket_argument, connected
+from kvtier.cli.connect import add_socket_argument, connected, tool_settings
 from kvtier.cli.explain_text import places_text, remembered_text, request_text, tiers_text
 from kvtier.cli.output import add_json_argument, plain, print_json
 from kvtier.v1 import kvtier_pb2 as pb
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     about: str = arguments.about
     block = hash_of(about)
-    with connected(arguments.socket, name="kvtier explain") as client:
+    with connected(
+        arguments.socket, name="kvtier explain", settings=tool_settings(arguments)
+    ) as client:
         answer = client.explain(request_id=about)
         if block is not None and not answer.requests:  # An id may look like a hash.
             answer = client.explain(block=block)

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from kvtier.cli import file_blocks
-from kvtier.cli.connect import add_socket_argument, connected, open_namespace
+from kvtier.cli.connect import add_socket_argument, connected, open_namespace, tool_settings
 from kvtier.cli.output import add_json_argument, bytes_text, print_json, say
 from kvtier.client.client import Client
 from kvtier.client.values import Namespace
@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     receipt = file_blocks.read_receipt(arguments.receipt)
     output = arguments.output or Path(Path(receipt.name).name or "kvtier-file")
     spec = file_blocks.spec_of(receipt.namespace, receipt.block_bytes)
-    with connected(arguments.socket, name="kvtier get") as client:
+    with connected(
+        arguments.socket, name="kvtier get", settings=tool_settings(arguments)
+    ) as client:
         namespace = open_namespace(client, spec)
         try:
             _write(client, namespace, receipt, output)

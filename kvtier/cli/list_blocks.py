@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvtier.cli.connect import add_socket_argument, connected
+from kvtier.cli.connect import add_socket_argument, connected, tool_settings
 from kvtier.cli.output import add_json_argument, print_json
 from kvtier.client.client import Client
 from kvtier.errors import BadRequest
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with connected(arguments.socket, name="kvtier list") as client:
+    with connected(
+        arguments.socket, name="kvtier list", settings=tool_settings(arguments)
+    ) as client:
         for namespace in chosen(client.stats(), arguments.namespace):
             fingerprint = namespace.fingerprint.hex()
             for block, tiers in resident_blocks(client, namespace.namespace_id):

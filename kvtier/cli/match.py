@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from kvtier.cli import file_blocks
-from kvtier.cli.connect import add_socket_argument, connected, open_namespace
+from kvtier.cli.connect import add_socket_argument, connected, open_namespace, tool_settings
 from kvtier.cli.output import add_json_argument, print_json
 from kvtier.client.client import Client
 from kvtier.client.values import Namespace
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     receipt = file_blocks.read_receipt(arguments.receipt)
     spec = file_blocks.spec_of(receipt.namespace, receipt.block_bytes)
-    with connected(arguments.socket, name="kvtier match") as client:
+    with connected(
+        arguments.socket, name="kvtier match", settings=tool_settings(arguments)
+    ) as client:
         found = match_file(client, open_namespace(client, spec), receipt)
     if arguments.json:
         print_json(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from kvtier.cli import file_blocks
-from kvtier.cli.connect import add_socket_argument, connected, open_namespace
+from kvtier.cli.connect import add_socket_argument, connected, open_namespace, tool_settings
 from kvtier.cli.match import match_file
 from kvtier.cli.output import add_json_argument, bytes_text, print_json, say
 from kvtier.cli.sizes import size
@@ -44,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadRequest(f"cannot read {arguments.file}: {error.strerror}") from None
     spec = file_blocks.spec_of(arguments.namespace, arguments.block_bytes)
     spec.validate()
-    with file, connected(arguments.socket, name="kvtier put") as client:
+    with (
+        file,
+        connected(arguments.socket, name="kvtier put", settings=tool_settings(arguments)) as client,
+    ):
         namespace = open_namespace(client, spec)
         putting = _Putting(client, namespace)
         putting.put_all(file, arguments.block_bytes)

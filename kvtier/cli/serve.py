@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dir", metavar="DIR", help="lock and durable epochs")
     parser.add_argument("--dram-bytes", metavar="SIZE", help='DRAM budget, such as "4GiB"')
     parser.add_argument("--slab-bytes", metavar="SIZE", help="size of one slab")
-    parser.add_argument("--grpc-tcp", metavar="ADDRESS:PORT", help="also listen here (loopback)")
+    parser.add_argument(
+        "--grpc-tcp",
+        metavar="ADDRESS:PORT",
+        help="also listen here; beyond loopback only with [grpc] tls_certificate",
+    )
     parser.add_argument("--admin", metavar="ADDRESS:PORT", help='/metrics and /healthz, or "off"')
     parser.add_argument("--log-format", metavar="text|json")
     parser.add_argument("--log-level", metavar="LEVEL")

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 
-from kvtier.cli.connect import add_socket_argument, connected
+from kvtier.cli.connect import add_socket_argument, connected, tool_settings
 from kvtier.cli.output import add_json_argument, bytes_text, plain, print_json, table
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with connected(arguments.socket, name="kvtier stats") as client:
+    with connected(
+        arguments.socket, name="kvtier stats", settings=tool_settings(arguments)
+    ) as client:
         while True:  # Ends: without --watch after one turn, else when the user interrupts.
             stats = client.stats()
             if arguments.json:

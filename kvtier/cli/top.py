@@ -17,11 +17,12 @@ from contextlib import closing
 from rich.console import Console
 from rich.live import Live
 
-from kvtier.cli.connect import TOOL_SETTINGS, add_socket_argument, connected
+from kvtier.cli.connect import add_socket_argument, connected, tool_settings
 from kvtier.cli.top_rates import Sample
 from kvtier.cli.top_screen import LISTS, ORDERS, View, frame
 from kvtier.cli.top_terminal import Terminal
 from kvtier.client.client import Client
+from kvtier.client.settings import ClientSettings
 from kvtier.errors import BadRequest, KVTierError
 from kvtier.paths import default_socket_path
 from kvtier.types import Role
@@ -43,17 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     address = str(arguments.socket or default_socket_path())
-    view = View(address, arguments.interval)
+    view, settings = View(address, arguments.interval), tool_settings(arguments)
     if arguments.once:
-        return _print_once(view)
+        return _print_once(view, settings)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise BadRequest("kvtier top draws in a terminal, and this is none: use --once")
-    with closing(Client(address, role=Role.TOOL, name=_NAME, settings=TOOL_SETTINGS)) as client:
+    with closing(Client(address, role=Role.TOOL, name=_NAME, settings=settings)) as client:
         return _Top(view, client).run()
 
 
-def _print_once(view: View) -> int:
-    with connected(view.address, name=_NAME) as client:
+def _print_once(view: View, settings: ClientSettings) -> int:
+    with connected(view.address, name=_NAME, settings=settings) as client:
         view.before = Sample(time.monotonic(), client.stats())
         time.sleep(view.interval_seconds)
         view.sample = Sample(time.monotonic(), client.stats())

@@ -6,6 +6,7 @@ from kvtier.client.aio import AsyncClient
 from kvtier.client.arena import Arena
 from kvtier.client.client import Client
 from kvtier.client.settings import ClientSettings
+from kvtier.client.tls import ClientTls
 from kvtier.client.values import (
     EvictResult,
     Lease,
@@ -22,6 +23,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ClientSettings",
+    "ClientTls",
     "EvictResult",
     "Lease",
     "Namespace",

@@ -204,6 +204,9 @@ class AsyncClient(ClientBase):
     async def clear(self, namespace: Namespace) -> int:
         return await self._unary(self._plans.clear(namespace))
 
+    async def purge(self, request: pb.PurgeRequest) -> pb.PurgeResponse:
+        return await self._unary(self._plans.purge(request))
+
     async def drain(self, *, resume: bool = False) -> pb.DrainResponse:
         return await self._unary(self._plans.drain(resume=resume))
 
@@ -273,7 +276,8 @@ class AsyncClient(ClientBase):
         if self._rpc is None or self._rpc_session is not session:
             if self._rpc is not None:
                 self._rpc.close_soon()
-            self._rpc, self._rpc_session = AioRpc(session.grpc_address), session
+            tls = self._link.settings.tls
+            self._rpc, self._rpc_session = AioRpc(session.grpc_address, tls), session
         return self._rpc
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:

@@ -8,13 +8,18 @@ from typing import cast
 import grpc.aio
 
 from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
+from kvtier.client.tls import ClientTls
 
 
 class AioRpc:
     """See `rpc.Rpc`; belongs to the event loop that runs when it is made."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        options = list(CHANNEL_OPTIONS)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
         self._made: dict[tuple[str, str], object] = {}
         self._closing: asyncio.Task[None] | None = None
 

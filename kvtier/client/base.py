@@ -70,7 +70,11 @@ class ClientBase:
         address = parse_address(socket_path or default_socket_path())
         door: Door
         if isinstance(address, TcpAddress):
+            if settings.tls is not None:
+                settings.tls.credentials()  # Raises ConfigError now; later it is a retry.
             door = GreetDoor(self._link, address.target)
+        elif settings.tls is not None:
+            raise ConfigError(f"{address.path} is a socket, and TLS is for tcp://HOST:PORT")
         else:
             door = SocketDoor(self._link, address.path, identity, waker.fd)
         self._keeper = SessionKeeper(self._link, door, waker)

@@ -29,7 +29,7 @@ class GreetDoor:
 
     def open(self) -> OpenSession:
         self._asked.clear()
-        self._rpc = Rpc(self._address)
+        self._rpc = Rpc(self._address, tls=self._link.settings.tls)
         answer = self._greet(pb.GreetRequest())
         if not is_protocol_known(answer.protocol):
             raise ProtocolMismatch(

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from kvtier.client.calls import CHANNEL_OPTIONS, A, Call, Q
 from kvtier.client.lane import Lane, LaneFailure, LaneRefused
+from kvtier.client.tls import ClientTls
 from kvtier.lane import LANE_CALLS
 
 Request_contra = TypeVar("Request_contra", contravariant=True)
@@ -29,8 +30,15 @@ class Rpc:
     A new session makes a new one.
     """
 
-    def __init__(self, address: str, lane: Lane | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+    def __init__(
+        self, address: str, lane: Lane | None = None, tls: ClientTls | None = None
+    ) -> None:
+        """Raises ConfigError when the files of `tls` cannot be read."""
+        options = list(CHANNEL_OPTIONS)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._lane = lane
         self._made: dict[tuple[str, str], object] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from kvtier.client.tls import ClientTls
 from kvtier.errors import ConfigError
 
 
@@ -28,6 +29,8 @@ class ClientSettings:
     retry_seconds_max: float = 2.0
     # By-value sessions end after 60 s unused: ask three times within that.
     keepalive_seconds: float = 20.0
+    # For tcp://HOST:PORT of a daemon that asks for certificates.
+    tls: ClientTls | None = None
     jitter: random.Random = field(default_factory=random.Random, compare=False)
 
     def __post_init__(self) -> None:

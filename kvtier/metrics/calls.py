@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.metrics.labels import ACQUIRE_WAITS, FRAME_ERRORS, METHODS, OUTCOMES
+from kvtier.metrics.labels import ACQUIRE_WAITS, FRAME_ERRORS, METHODS, OUTCOMES, TLS_REFUSALS
 from kvtier.metrics.registry import Registry
 
 _SLICE_SECONDS_MAX = 0.005
@@ -46,6 +46,13 @@ class CallMetrics:
             "kvtier_frame_errors_total",
             "Frames of the session socket answered with an error, by its name.",
             {"error": FRAME_ERRORS},
+        )
+        self.refused_connections = registry.counter(
+            "kvtier_tls_refused_connections_total",
+            "Connections to grpc.tcp refused: a handshake that failed, was late or was one too "
+            "many; a certificate that is missing, expired or of a wrong authority; that is in no "
+            "list; no room for its tenant.",
+            {"reason": TLS_REFUSALS},
         )
         self.watch_lost_events = registry.counter(
             "kvtier_watch_lost_events_total", "Events dropped because a watcher was slow.", {}

@@ -19,6 +19,7 @@ METHODS = [
     "Evict",
     "Pin",
     "Clear",
+    "Purge",
     "Drain",
     "Check",
     "Explain",
@@ -74,6 +75,8 @@ FRAME_ERRORS = [
     "Draining",
     "other",
 ]
+# Why TLS connections were refused.
+TLS_REFUSALS = ("handshake", "late", "crowd", "certificate", "unknown", "room")
 TIERS = tuple(str(tier) for tier in TierName)
 BREAKER_STATES = ("absent", "closed", "open", "half_open")
 # Why a call to a remote engine was trouble, or a value was not believed.

@@ -44,9 +44,11 @@ from kvtier.server.instance import (
 )
 from kvtier.server.keeping import open_keeper
 from kvtier.server.nvme_paths import OpenDriver, open_file
+from kvtier.server.passage import CONNECTIONS_MAX
 from kvtier.server.plan import Plan, plan_memory
 from kvtier.server.tenants import check_users_visible
 from kvtier.server.threads import call_soon
+from kvtier.server.tls_door import HANDSHAKES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,10 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
             plan = replace(plan, generation=keeper.former.inventory.generation)
         plan = replace(plan, keeper=keeper)
         sessions_max = config.server.sessions_max * len(plan.tenants)
-        raise_open_files(3 * sessions_max + plan.slab_count_max + FILES_RESERVE)
+        looked_at = sum(one.names_users for one in plan.tenants)
+        looked_at += len(plan.tenants) if config.grpc.has_tls else 0
+        connections_max = looked_at * CONNECTIONS_MAX + HANDSHAKES_MAX
+        raise_open_files(3 * (sessions_max + connections_max) + plan.slab_count_max + FILES_RESERVE)
         _prepare(plan)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -100,6 +105,7 @@ def _prepare(plan: Plan) -> None:
         clear_way(one.grpc_socket, socket.SOCK_STREAM)
         if one.names_users:
             clear_way(one.inner_grpc_socket, socket.SOCK_STREAM)
+    clear_way(plan.inner_tls_socket, socket.SOCK_STREAM)
 
 
 class _Stopped(Exception):
@@ -158,6 +164,8 @@ class Daemon:
                 tasks.create_task(self._feed_watchdog(limit_seconds))
             for door in parts.doors:
                 await door.start(tasks)
+            if parts.remote_door is not None:
+                await parts.remote_door.start()
             if parts.admin is not None:
                 parts.admin.start(loop)
             self._announce()
@@ -167,6 +175,7 @@ class Daemon:
                 parts.cxl.start()
             if parts.nvme is not None:
                 parts.nvme.start(tasks)
+            parts.purging.start(tasks)
             gc.collect()
             gc.freeze()  # What exists now lives as long as we do: never traverse it again.
             await self._stop.wait()
@@ -242,7 +251,11 @@ class Daemon:
             await nvme.stop()
 
     async def _stop_grpc(self) -> None:
-        await asyncio.gather(*(door.stop_grpc(GRPC_GRACE_SECONDS) for door in self._parts.doors))
+        remote = self._parts.remote_door
+        stops = [door.stop_grpc(GRPC_GRACE_SECONDS) for door in self._parts.doors]
+        if remote is not None:
+            stops.append(remote.stop_grpc(GRPC_GRACE_SECONDS))
+        await asyncio.gather(*stops)
 
     def _held_count(self) -> int:
         """What an end would cut off; blocks that are going down too, as long as they do."""
@@ -295,9 +308,8 @@ class Daemon:
 
     def _remove_sockets(self) -> None:
         plan = self._parts.plan
-        for tenant in plan.tenants:
-            for path in tenant.paths:
-                plan.listeners.remove(path)
+        for path in (plan.inner_tls_socket, *(path for one in plan.tenants for path in one.paths)):
+            plan.listeners.remove(path)
 
 
 def _plan(config: Config) -> Plan:

@@ -34,7 +34,7 @@ from kvtier.server.core_loop import CoreLoop, Effects, both
 from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
-from kvtier.server.doors import Door, DoorMaker, add_port
+from kvtier.server.doors import Door, DoorMaker, RemoteDoor, add_port
 from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
@@ -53,6 +53,8 @@ from kvtier.server.owners import Owners
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
+from kvtier.server.purge_parts import make_purging
+from kvtier.server.purging import Purging
 from kvtier.server.recorder import RecordedManager, Recorder, draw_salt, open_recorder
 from kvtier.server.refitting import Refitting
 from kvtier.server.remembering import remembering_effects
@@ -66,11 +68,12 @@ from kvtier.server.segment_offers import SegmentOffers
 from kvtier.server.servicer import EngineCalls, EngineFacts
 from kvtier.server.servicer_admin import AdminCalls
 from kvtier.server.servicer_data import DataCalls
+from kvtier.server.servicer_purge import PurgeCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
 from kvtier.server.tenants import Tenant, call_limits, tenant_budgets
-from kvtier.server.threads import run_in_thread
+from kvtier.server.threads import call_soon, run_in_thread
 from kvtier.server.watch import WatchHub
 from kvtier.types import TierName
 
@@ -90,8 +93,10 @@ class Parts:
     nvme: NvmeKeeper | None
     sessions: Sessions
     adopter: Adopter
+    purging: Purging
     events: KvEvents | None
     doors: tuple[Door, ...]  # That of server.socket first.
+    remote_door: RemoteDoor | None  # With TLS.
     data: DataCalls
     tcp_address: str
     admin: AdminServer | None
@@ -153,6 +158,7 @@ class _Builder:
             self.base.clock,
             dram_bytes=plan.slab_bytes * plan.slab_count_max,
             nvme_bytes=lower.paths.capacity_bytes if lower.paths is not None else 0,
+            has_tenants=len(plan.tenants) > 1,
         )
         self.reporter = Reporter(
             self.base,
@@ -165,6 +171,10 @@ class _Builder:
             ),
             generation=plan.generation,
             page_kind=plan.page_kind,
+        )
+        keepers = (self.cxl, self.nvme, self.remote)
+        self.purging = make_purging(
+            self.base, self.pool, plan.state_dir, keepers, self.events, self.curves
         )
         self.leasing = Leasing(self.core, self.base.clock)
         self.calls = Calls(
@@ -238,6 +248,7 @@ class _Builder:
 
     async def build(self) -> Parts:
         try:
+            await self.purging.void_unfinished()
             parts = self._build()
             if self.nvme is not None:
                 await self.nvme.open()  # Last: a start that is refused leaves the pool clean.
@@ -256,12 +267,13 @@ class _Builder:
             self.calls,
             handlers,
             self.plan.listeners,
-            self.config.grpc.calls_max,
+            self.config,
+            self.base.metrics.calls,
             self._session_socket,
             self._bound,
         )
         doors = tuple(map(maker.open, self.plan.tenants))
-        tcp_address = self._listen_tcp(doors[0].grpc)
+        remote_door, tcp_address = self._listen_tcp(maker, doors[0].grpc)
         address = self.config.admin.address
         admin = None
         if address != "off":
@@ -281,8 +293,10 @@ class _Builder:
             nvme=self.nvme,
             sessions=self.sessions,
             adopter=self.adopter,
+            purging=self.purging,
             events=self.events,
             doors=doors,
+            remote_door=remote_door,
             data=self.data,
             tcp_address=tcp_address,
             admin=admin,
@@ -375,15 +389,26 @@ class _Builder:
             self.remote,
         )
         administration.add_to(handlers)
+        PurgeCalls(self.base.namespaces, self.purging).add_to(handlers)
         return handlers
 
-    def _listen_tcp(self, server: grpc.aio.Server) -> str:
-        """Where clients of other network namespaces may call, if anywhere."""
+    def _listen_tcp(
+        self, maker: DoorMaker, server: grpc.aio.Server
+    ) -> tuple[RemoteDoor | None, str]:
+        """Where clients of other network namespaces may call, if anywhere; `server`: of those who
+        need no certificate."""
         tcp = self.config.grpc.tcp
         if tcp == "off":
-            return ""
+            return None, ""
+        if self.config.grpc.has_tls:
+            loop = asyncio.get_running_loop()
+            door = maker.open_remote(
+                self.plan.inner_tls_socket,
+                lambda error: call_soon(loop, partial(self.core.fail, error)),
+            )
+            return door, door.address
         port = add_port(server, tcp, "grpc.tcp")
-        return f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+        return None, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
 
     def _tier_states(self) -> list[tuple[str, str]]:
         """For people who ask why a block is not there."""

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.metrics.calls import CallMetrics
 from kvtier.server.activation import Listeners, socket_mode
-from kvtier.server.calls import Calls, Handlers
+from kvtier.server.calls import Calls, Handlers, OriginOf
+from kvtier.server.certificates import TlsFiles, grants_of
 from kvtier.server.grpc_door import GrpcDoor
 from kvtier.server.lane import LaneListener
+from kvtier.server.passage import Passage
 from kvtier.server.session_socket import SessionSocket
 from kvtier.server.tenants import Tenant
+from kvtier.server.tls_door import TlsDoor, TlsSettings
 
 MESSAGE_BYTES_MAX = 4 << 20
+# A certificate that was taken back, and an authority, counts for so long at most.
+AGE_SECONDS_MAX = 3600.0
+AGE_GRACE_SECONDS = 60.0
+# A client that is there answers a ping within so many times `hello_seconds`.
+PING_HELLOS = 4
 PRIVATE_UMASK = 0o177
 
 
@@ -46,13 +56,32 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteDoor:
+    """gRPC for other machines, with TLS before it. Bound."""
+
+    address: str
+    grpc: grpc.aio.Server
+    tls_door: TlsDoor
+
+    async def start(self) -> None:
+        await self.grpc.start()
+        self.tls_door.start()
+
+    async def stop_grpc(self, grace_seconds: float) -> None:
+        """Twice changes nothing."""
+        await self.grpc.stop(grace_seconds)
+        self.tls_door.close()
+
+
+@dataclass(frozen=True, slots=True)
 class DoorMaker:
     """What all doors share."""
 
     calls: Calls
     handlers: Handlers
     listeners: Listeners
-    connections_max: int
+    config: Config
+    metrics: CallMetrics
     session_socket: Callable[[Tenant], SessionSocket]
     bound: list[Path]  # Noted here as they are bound, for who must remove them.
 
@@ -61,11 +90,28 @@ class DoorMaker:
         grpc_door = self._grpc_door(tenant) if tenant.names_users else None
         server = self._server(tenant, grpc_door)
         answer = self.calls.lane(self.handlers)
-        lane = LaneListener(answer, tenant, connections_max=self.connections_max)
+        lane = LaneListener(answer, tenant, connections_max=self.config.grpc.calls_max)
         lane.listen(self._take(tenant.lane_socket, socket.SOCK_STREAM))
         session_socket = self.session_socket(tenant)
         session_socket.listen(self._take(tenant.socket, socket.SOCK_SEQPACKET))
         return Door(tenant, session_socket, lane, server, grpc_door)
+
+    def open_remote(self, inner: Path, fail: Callable[[BaseException], None]) -> RemoteDoor:
+        """For `grpc.tcp` with TLS; raises ConfigError."""
+        config = self.config
+        settings = TlsSettings(
+            TlsFiles(config.grpc), grants_of(config), config.server.hello_seconds
+        )
+        passage = Passage(inner)
+        tls_door = TlsDoor(settings, passage, self.metrics, fail)
+        address = tls_door.listen(config.grpc.tcp)
+        ages = [
+            ("grpc.max_connection_age_ms", int(AGE_SECONDS_MAX * 1e3)),
+            ("grpc.max_connection_age_grace_ms", int(AGE_GRACE_SECONDS * 1e3)),
+        ]
+        server = self._bare_server(passage.origin, ages)
+        self._bind_inner(server, inner)
+        return RemoteDoor(address, server, tls_door)
 
     def _take(self, path: Path, kind: socket.SocketKind) -> socket.socket:
         taken = self.listeners.take(path, kind)
@@ -78,23 +124,42 @@ class DoorMaker:
         return door
 
     def _server(self, tenant: Tenant, door: GrpcDoor | None) -> grpc.aio.Server:
+        if door is not None:
+            server = self._bare_server(door.origin)
+            self._bind_inner(server, tenant.inner_grpc_socket)
+            return server
         anonymous = tenant.anonymous
-        service = self.calls.service(
-            self.handlers, (lambda _: anonymous) if door is None else door.origin
-        )
-        server = grpc.aio.server(
-            handlers=[service],
+        server = self._bare_server(lambda _: anonymous)
+        with socket_mode():
+            add_port(server, f"unix:{tenant.grpc_socket}", "server.socket")
+        self.bound.append(tenant.grpc_socket)
+        return server
+
+    def _bind_inner(self, server: grpc.aio.Server, path: Path) -> None:
+        with socket_mode(PRIVATE_UMASK):
+            add_port(server, f"unix:{path}", "server.socket")
+        self.bound.append(path)
+
+    def _bare_server(
+        self, origin_of: OriginOf, more: Sequence[tuple[str, int]] = ()
+    ) -> grpc.aio.Server:
+        hello_ms = int(self.config.server.hello_seconds * 1e3)
+        idle_ms = int(self.config.grpc.idle_seconds * 1e3)
+        return grpc.aio.server(
+            handlers=[self.calls.service(self.handlers, origin_of)],
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.so_reuseport", 0),
+                # Who says half of something is no client for long.
+                ("grpc.server_handshake_timeout_ms", hello_ms),
+                ("grpc.max_connection_idle_ms", idle_ms),
+                ("grpc.keepalive_time_ms", idle_ms),
+                ("grpc.keepalive_timeout_ms", PING_HELLOS * hello_ms),
+                ("grpc.http2.ping_timeout_ms", PING_HELLOS * hello_ms),
+                *more,
             ],
         )
-        path = tenant.grpc_socket if door is None else tenant.inner_grpc_socket
-        with socket_mode() if door is None else socket_mode(PRIVATE_UMASK):
-            add_port(server, f"unix:{path}", "server.socket")
-        self.bound.append(path)
-        return server
 
 
 def add_port(server: grpc.aio.Server, address: str, option: str) -> int:

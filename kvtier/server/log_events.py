@@ -48,15 +48,43 @@ EVENTS: dict[str, LogEvent] = {
         "not one of the tenant's users, a Hello that was wrong or late, or a limit",
         ("tenant", "uid", "error", "reason"),
     ),
+    "tls connection refused": LogEvent(
+        "warning",
+        "at grpc.tcp: no certificate that counts, a handshake that was late, or a limit",
+        ("address", "reason"),
+    ),
+    "tls files read again": LogEvent("info", "they had changed", ("path",)),
+    "tls files cannot be used": LogEvent(
+        "warning", "they had changed; the former ones go on to serve", ("reason",)
+    ),
+    "certificate expired": LogEvent(
+        "info",
+        "of a client that was connected: its connection ends",
+        ("address", "tenant", "certificate"),
+    ),
     "cannot accept": LogEvent("warning", "no descriptor is left, as a rule", ("reason",)),
     "too many lane connections": LogEvent("warning", "the oldest idle ones close", ("max",)),
     "lane frame before the answer was read": LogEvent("warning", "the client is broken"),
     "lane frame refused": LogEvent("warning", "too large", ("bytes",)),
     "lane frame too slow": LogEvent("warning", "it was not whole in time", ("bytes",)),
+    "purge begins": LogEvent(
+        "info",
+        "or begins again, after a crash; `begun` says how often",
+        ("purge", "tenant", "namespaces", "begun"),
+    ),
+    "purge ended": LogEvent(
+        "info",
+        "with state `incomplete`: for this reason some of it could not be done",
+        ("purge", "state", "bytes", "reason"),
+    ),
+    "purge record unreadable": LogEvent(
+        "warning", "if it was of a purge under way, ask for that again", ("path", "reason")
+    ),
+    "purge report not written": LogEvent("warning", "the next life purges once more", ("reason",)),
     "call refused": LogEvent(
         "info",
         "its error went to the client",
-        ("request", "call", "session", "tenant", "uid", "error", "reason"),
+        ("request", "call", "session", "tenant", "uid", "certificate", "error", "reason"),
     ),
     "call slow": LogEvent(
         "warning",

@@ -34,13 +34,14 @@ class Peer:
     tenant: str = ""  # Whose socket it came through.
     uid: int | None = None  # None: nobody can tell.
     rights: Rights = Rights.OPERATOR
+    certificate: str = ""  # By which it is known, as the configuration names it; of TCP alone.
 
 
 class Form(Enum):
     """What kind of session a call needs."""
 
     ANY = auto()
-    CONNECTED = auto()  # One of the session socket, not of Greet.
+    CONNECTED = auto()  # One of the session socket, or of Greet with a certificate.
     HOLDER = auto()  # The scheduler process of an engine: it holds slots and leases.
 
 
@@ -74,6 +75,7 @@ ACCESS: Mapping[str, Access] = {
     "Evict": _ADMINISTRATE,
     "Pin": _ADMINISTRATE,
     "Clear": _ADMINISTRATE,
+    "Purge": _ADMINISTRATE,
     "Drain": _OPERATE,
     "Check": _OPERATE,
     "Explain": _READ_BOOKS,
@@ -147,7 +149,7 @@ class Tokens:
         if access.form is Form.HOLDER:
             if caller.role not in _ENGINE_ROLES or caller.by_value:
                 raise Forbidden(f"{_describe(caller)} may hold no slots: use Put and Get")
-        elif access.form is Form.CONNECTED and caller.greeted:
+        elif access.form is Form.CONNECTED and caller.greeted and not caller.peer.certificate:
             raise Forbidden("a Greet session may not administrate: use the session socket")
         return caller
 
@@ -174,6 +176,8 @@ def check_origin(owner: Peer, origin: Peer) -> None:
     owner."""
     if owner.tenant != origin.tenant:
         raise Forbidden("this token is of a session of another socket: connect to this one")
+    if owner.certificate != origin.certificate:
+        raise Forbidden("this token is of another certificate's session: connect yourself")
     if None not in (owner.uid, origin.uid) and owner.uid != origin.uid:
         raise Forbidden("this token is of another user's session: connect yourself")
 

@@ -159,7 +159,7 @@ def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     [
         (["--set", "dram.byts=1"], "unknown option dram.byts: did you mean 'bytes'?"),
         (["--dram-bytes", "4GB"], "dram.bytes is '4GB': it must be a size such as 4GiB"),
-        (["--grpc-tcp", "0.0.0.0:1"], "only loopback addresses may be listened on"),
+        (["--grpc-tcp", "0.0.0.0:1"], "other machines reach: set grpc.tls_certificate"),
         (["--config", "/nowhere/kvtier.toml"], "cannot read /nowhere/kvtier.toml"),
         (["--socket", "/tmp/" + "x" * 120], "is too long: at most 107 bytes are possible"),
     ],

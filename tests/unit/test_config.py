@@ -71,8 +71,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"nvme": {"table_seconds": 2}}, "nvme.table_seconds is 2.0: it may be 0.05 to 1"),
         ({"server": {"socket": 1}}, "server.socket is 1: it must be a text in quotes"),
         (
-            {"grpc": {"tcp": "0.0.0.0:50051"}},
-            "grpc.tcp is '0.0.0.0:50051': only loopback addresses may be listened on",
+            {"admin": {"address": "0.0.0.0:9464"}},
+            "admin.address is '0.0.0.0:9464': only loopback addresses may be listened on",
         ),
         (
             {"admin": {"address": "9464"}},

@@ -42,7 +42,7 @@ def test_a_table_and_overrides_make_tenants(tmp_path: Path) -> None:
         ({**RED, "tenant.red.uids": "7", "tenant.red.readers": "7"}, "user 7 is in"),
         ({**RED, "tenant.red.shared_models": "m"}, "it is shared where two name it"),
         ({**RED, "cxl.dax": "/dev/dax0.0", "cxl.single_tenant": "true"}, "there are tenants"),
-        ({**RED, "grpc.tcp": "127.0.0.1:0"}, "whose tenant a TCP client is"),
+        ({**RED, "grpc.tcp": "127.0.0.1:0"}, "without TLS nobody can tell whose tenant"),
     ],
 )
 def test_mistakes_are_refused(options: dict[str, str], part: str) -> None:

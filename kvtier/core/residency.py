@@ -14,7 +14,7 @@ from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
 from kvtier.core.learning import IndexedBlocks, rows_and_keys
 from kvtier.core.leaving import Leaving, is_in_memory
 from kvtier.core.namespace_facts import NamespaceFacts
-from kvtier.core.replica import GONE, RESERVED, Places
+from kvtier.core.replica import RESERVED, Places
 from kvtier.core.runs import Run
 from kvtier.core.slices import CommittedSlice, LeasedSlice, Lost
 from kvtier.core.slots import Slots
@@ -161,7 +161,7 @@ class Residency:
         """Publish reserved slots under `hashes`, which follow `parent` and one another, or nothing
         in an unchained namespace; frees those not needed."""
         outcomes = bytearray(len(hashes))
-        is_void = (self.tier.state[places] == GONE).tolist()
+        is_void = self.tier.are_gone(places).tolist()
         row_of = self.index.row_of
         chained = self.facts.chained
         parent = parent if chained else None
@@ -196,7 +196,7 @@ class Residency:
         self._insert(run, places, now)
         self.touch(np.array(present, dtype=np.int32), now)
         ready = places[np.array(positions, dtype=np.int64)]
-        rejected = np.ones(len(places), dtype=np.bool_)
+        rejected = places != NOBODY
         rejected[positions] = False
         self.tier.abort(places[rejected])
         return CommittedSlice(

@@ -172,7 +172,8 @@ def test_a_greedy_tenant_takes_neither_the_hits_nor_the_turns_of_a_modest_one(
         f"blocks, waits {alone.wait * 1e3:.3f} ms; beside it {beside.ratio:.4f}, "
         f"{beside.wait * 1e3:.3f} ms"
     )
-    assert taken > rounds(short=1, full=100) * POOL_BLOCKS, "it was not greedy"
+    # At 100 calls a second, of which a chain takes three, 78 pools would be all that can be.
+    assert taken > rounds(short=1, full=50) * POOL_BLOCKS, "it was not greedy"
     assert stats.tiers[0].slot_count >= len(CHAINS) * CHAIN_BLOCKS
     assert beside.ratio >= alone.ratio - 0.01
     assert beside.ratio > 0.97

@@ -36,6 +36,7 @@ COMMANDS = {
     "stats": Command("kvtier.cli.stats", "show what a daemon holds and has done"),
     "top": Command("kvtier.cli.top", "watch a daemon in the terminal"),
     "check": Command("kvtier.cli.check", "verify the invariants of a running daemon"),
+    "purge": Command("kvtier.cli.purge", "make an end of all that a tenant or a namespace has"),
     "explain": Command("kvtier.cli.explain", "say where a prefix is, or why it is not there"),
     "put": Command("kvtier.cli.put", "put a file into a daemon; prints its receipt"),
     "get": Command("kvtier.cli.get", "write a file from its receipt"),

@@ -204,6 +204,9 @@ class AsyncClient(ClientBase):
     async def clear(self, namespace: Namespace) -> int:
         return await self._unary(self._plans.clear(namespace))
 
+    async def purge(self, request: pb.PurgeRequest) -> pb.PurgeResponse:
+        return await self._unary(self._plans.purge(request))
+
     async def drain(self, *, resume: bool = False) -> pb.DrainResponse:
         return await self._unary(self._plans.drain(resume=resume))
 

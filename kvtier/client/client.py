@@ -224,6 +224,10 @@ class Client(ClientBase):
         """Void every block of the namespace; its new epoch."""
         return self._unary(self._plans.clear(namespace))
 
+    def purge(self, request: pb.PurgeRequest) -> pb.PurgeResponse:
+        """Begins one, or tells how it fares; see the protocol."""
+        return self._unary(self._plans.purge(request))
+
     def drain(self, *, resume: bool = False) -> pb.DrainResponse:
         return self._unary(self._plans.drain(resume=resume))
 

@@ -339,6 +339,14 @@ class Plans:
         timeout = self._settings.admin_timeout_seconds
         return Plan(calls.CLEAR, request, timeout, session, lambda a: a.epoch)
 
+    def purge(
+        self, request: pb.PurgeRequest
+    ) -> Plan[pb.PurgeRequest, pb.PurgeResponse, pb.PurgeResponse]:
+        session = self._link.begin_any()
+        request.token = session.token
+        timeout = self._settings.admin_timeout_seconds
+        return Plan(calls.PURGE, request, timeout, session, lambda a: a)
+
     def drain(self, *, resume: bool) -> Plan[pb.DrainRequest, pb.DrainResponse, pb.DrainResponse]:
         session = self._link.begin_any()
         request = pb.DrainRequest(token=session.token, resume=resume)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core import hints
+from kvtier.core.erasing_events import ErasingEvent
 from kvtier.layout import SegmentHeader
 from kvtier.types import (
     BlockHash,
@@ -473,4 +474,5 @@ Event = (
     | DrainStarted
     | DrainEnded
     | SweepVoid
+    | ErasingEvent
 )

@@ -105,6 +105,36 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsHeld:
+    """Answers HoldSlots: these are nobody's until SlotsErased.
+
+    `left_count` more are free now. `waiting_count` are in use still: some of them being filled by
+    an engine (`reserved_count`), some under a lease, others copied.
+    """
+
+    namespace: NamespaceId
+    slots: Slots
+    left_count: int
+    reserved_count: int
+    leased_count: int
+    waiting_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemainsHeld:
+    """Answers HoldRemains: these bytes, (first, length) in the segment, are nobody's until
+    RemainsErased; `void_rows` hold no block any more. `is_waiting`: nothing is held, for what was
+    there is still being read or written. `is_whole`: the segment is in no use at all."""
+
+    tier: TierName
+    segment: int
+    ranges: tuple[tuple[int, int], ...] = ()
+    void_rows: tuple[int, ...] = ()
+    is_waiting: bool = False
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class HintUsed:
     used: bool
 
@@ -126,6 +156,8 @@ Reply = (
     | Aborted
     | Evicted
     | Cleared
+    | SlotsHeld
+    | RemainsHeld
     | HintUsed
     | PrefetchBegun
 )

@@ -19,6 +19,7 @@ from kvtier.core.adoption import Adoption
 from kvtier.core.audit import find_violations, gather_stats, lower_counts
 from kvtier.core.committing import Committing
 from kvtier.core.engines import DAEMON_SESSION, EngineTable, QuietAsked, Session
+from kvtier.core.erasing import Erasing
 from kvtier.core.granting import Granting
 from kvtier.core.ladder import Ladder
 from kvtier.core.learning import Learning
@@ -32,11 +33,7 @@ from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
 from kvtier.core.slices import Lost
 from kvtier.core.stats import ManagerStats
-from kvtier.errors import (
-    BadRequest,
-    Draining,
-    UnknownNamespace,
-)
+from kvtier.errors import BadRequest, Draining, UnknownNamespace
 from kvtier.policy.eviction import PolicyMaker
 from kvtier.types import (
     BlockHash,
@@ -72,6 +69,7 @@ class BlockManager:
         )
         self._adoption = Adoption(self._namespaces, self._ledger, self._shares, self._engines)
         self._learning = Learning(self._namespaces)
+        self._erasing = Erasing(self._namespaces, self._ladder)
         self.locator = Locator(self._namespaces)
         self._handlers: dict[type, Callable[[Any, float], list[ins.Instruction]]] = {
             ev.NamespaceOpened: self._on_namespace_opened,
@@ -107,7 +105,7 @@ class BlockManager:
             ev.DrainStarted: self._on_drain_started,
             ev.DrainEnded: self._on_drain_ended,
             ev.SweepVoid: self._on_sweep_void,
-            **(self._adoption.handlers() | self._learning.handlers()),
+            **(self._adoption.handlers() | self._learning.handlers() | self._erasing.handlers()),
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ins.Instruction]:
@@ -259,7 +257,7 @@ class BlockManager:
         self._finish_quarantines(now)
         return [
             ins.AcknowledgeQuiet(event.session, event.about),
-            *self._shares.drop_idle_sets(),
+            *self._shares.drop_idle_sets(now),
         ]
 
     def _end_session(self, session: SessionId, now: float) -> list[ins.Instruction]:
@@ -281,7 +279,7 @@ class BlockManager:
         if self._engines.is_engine_gone(engine):
             self._granting.end_engine(engine)
         self._finish_quarantines(now)
-        return [*_quiet_requests(asked), *self._shares.drop_idle_sets()]
+        return [*_quiet_requests(asked), *self._shares.drop_idle_sets(now)]
 
     def _finish_quarantines(self, now: float) -> None:
         for session in self._engines.take_finished(now):
@@ -385,7 +383,7 @@ class BlockManager:
         found = self._ladder.forget_some(now)
         if found is not None:
             return [*found, ins.Continue(event)]
-        return [*self._shares.drop_idle_sets(), *self._move(now)]
+        return [*self._shares.drop_idle_sets(now), *self._move(now)]
 
     def _on_tick(self, event: ev.Tick, now: float) -> list[ins.Instruction]:
         waits = self._granting.end_waits(now)
@@ -396,7 +394,7 @@ class BlockManager:
             *_quiet_requests(self._engines.ask_again()),
             *self._shares.keep_watermarks(),
             *self._learning.begin(),
-            *self._shares.drop_idle_sets(),
+            *self._shares.drop_idle_sets(now),
             *self._move(now),
         ]
 
@@ -448,6 +446,7 @@ class BlockManager:
     def _sweep_is_due(self, now: float) -> bool:
         return (
             self._adoption.is_due(now)
+            or self._shares.empties_sets
             or self._ladder.forgets_something(now)
             or any(residency.sweep_pending for residency in self._namespaces.values())
         )

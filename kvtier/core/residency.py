@@ -40,6 +40,7 @@ class Residency:
         self._lower = lower
         self.index = self._make_index()
         self.tier = MemoryTier(set_slot_count)
+        self.is_erasing = False  # It is given no slots meanwhile.
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
         self._make_policy = make_policy
@@ -161,7 +162,7 @@ class Residency:
         """Publish reserved slots under `hashes`, which follow `parent` and one another, or nothing
         in an unchained namespace; frees those not needed."""
         outcomes = bytearray(len(hashes))
-        is_void = (self.tier.state[places] == ReplicaState.GONE).tolist()
+        is_void = self.tier.are_gone(places).tolist()
         row_of = self.index.row_of
         chained = self.facts.chained
         parent = parent if chained else None
@@ -196,7 +197,7 @@ class Residency:
         self._insert(run, places, now)
         self.touch(np.array(present, dtype=np.int32), now)
         ready = places[np.array(positions, dtype=np.int64)]
-        rejected = np.ones(len(places), dtype=np.bool_)
+        rejected = places != NOBODY
         rejected[positions] = False
         self.tier.abort(places[rejected])
         return CommittedSlice(

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.remains import Remains, ranges_of
 from kvtier.layout import SegmentHeader, SlotLayout
 
 Slots = npt.NDArray[np.uint32]
@@ -60,10 +61,11 @@ class _Segment:
     ready_count: int = 0
     reserved_count: int = 0
     pins: dict[int, int] = field(default_factory=dict)  # Row -> how often.
+    is_erasing: bool = False  # What no block lies in is being overwritten.
 
     @property
     def is_held(self) -> bool:
-        return self.reserved_count > 0 or bool(self.pins)
+        return self.reserved_count > 0 or bool(self.pins) or self.is_erasing
 
     @property
     def is_full(self) -> bool:
@@ -101,6 +103,7 @@ class SegmentBook:
         # The segment that a namespace fills now, by lane, and the lane of its next slot.
         self._filling: dict[tuple[bytes, int], _Segment] = {}
         self._turns: dict[bytes, int] = {}
+        self._erasing: dict[int, None] = {}  # Segments neither free nor bound: all is overwritten.
 
     @property
     def capacity_bytes(self) -> int:
@@ -311,10 +314,46 @@ class SegmentBook:
             bound = self._bound[lane]
             self._free[lane] = deque(number for number in free if number not in bound)
 
+    def hold_remains(self, number: int, fingerprints: Collection[bytes]) -> Remains | None:
+        """Hold all of a segment that no block lies in, until `release_remains`. What nobody had
+        begun to fill is not filled any more: a slot there may hold the remains of a former life.
+
+        None, and nothing is held, where somebody still reads or writes blocks of `fingerprints`.
+        """
+        segment = self._bound_at(number)
+        if segment is not None and segment.header.fingerprint in fingerprints and segment.is_held:
+            return None
+        if segment is not None:
+            self.stop_filling(number)  # One of which nothing is left is free with that.
+            segment = self._bound_at(number)
+        if segment is None:
+            self._free[number % self._lanes].remove(number)
+            self._erasing[number] = None
+            return Remains(None, ((0, self.segment_bytes),))
+        assert not segment.is_erasing, "remains were held twice"
+        segment.is_erasing = True
+        unused = [
+            row
+            for row, state in enumerate(segment.rows)
+            if state in (_State.UNUSED, _State.GONE) and row not in segment.pins
+        ]
+        void = tuple(row for row in unused if row < segment.row_next)
+        return Remains(segment.header, ranges_of(segment.header, unused, self.segment_bytes), void)
+
+    def release_remains(self, number: int) -> None:
+        """They were overwritten, or will not be."""
+        segment = self._bound_at(number)
+        if segment is None:
+            del self._erasing[number]
+            self._free[number % self._lanes].append(number)
+            return
+        segment.is_erasing = False
+        self._free_if_empty(segment)
+
     def check_invariants(self) -> list[str]:
         """Violations, one text each; none when all is well."""
         found: list[str] = []
-        free = [number for lane in self._free for number in lane]
+        free = [*self._erasing, *(number for lane in self._free for number in lane)]
         bound = [segment.header.segment for segment in self._all()]
         if sorted(free + bound) != list(range(self.segment_count)):
             found.append("a segment was lost, or is free and bound")

@@ -129,6 +129,25 @@ class SlotAllocator:
         self._taken[places] = True
         return places
 
+    def take_places(self, places: Places) -> None:
+        """Take these slots, which are all free."""
+        assert not self._taken[places].any(), "a slot was taken twice"
+        self._taken[places] = True
+        ordinals = places // self.set_slot_count
+        for ordinal in np.unique(ordinals).tolist():
+            stack = self._stack_at[ordinal]
+            free = stack.places[: stack.count]
+            left = free[~self._taken[free]]
+            stack.places[: len(left)] = left
+            stack.count = len(left)
+
+    def is_in_set(self) -> npt.NDArray[np.bool_]:
+        """Of all places: which belong to a set now."""
+        count = len(self._taken) // self.set_slot_count
+        found = np.zeros((count, self.set_slot_count), dtype=np.bool_)
+        found[list(self._stack_at)] = True
+        return found.reshape(-1)
+
     def release(self, places: Places) -> None:
         """Free these slots; each must be taken."""
         if not len(places):

@@ -204,6 +204,11 @@ class Driver(Protocol):
         """What was written before survives a power cut from now on. Blocks."""
         ...
 
+    def punch(self, first: int, length_bytes: int) -> bool:
+        """Have the device itself drop these bytes, so that they read as zeros; False where it
+        cannot, and nothing was done. Blocks."""
+        ...
+
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Refuse what has not begun and wait for the rest; False when a call still hangs."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.io.alignment import open_direct
 from kvtier.io.driver import Access, Batch, Outcome
+from kvtier.io.memory import punch_hole
 from kvtier.memory import Bytes
 
 # The disks measured are busy with four calls (decision 0009); another one or two of these threads
@@ -113,6 +115,17 @@ class FileDriver:
         except OSError as error:
             return outcome_of(error)
         return Outcome.DONE
+
+    def punch(self, first: int, length_bytes: int) -> bool:
+        """Of a block device that can. In a file this would give up what was preallocated, and leave
+        the bytes on the device."""
+        try:
+            if not stat.S_ISBLK(os.fstat(self._fd).st_mode):
+                return False
+            punch_hole(self._fd, first, length_bytes)
+        except OSError:
+            return False
+        return True
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         with self._changed:

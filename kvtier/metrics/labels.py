@@ -19,6 +19,7 @@ METHODS = [
     "Evict",
     "Pin",
     "Clear",
+    "Purge",
     "Drain",
     "Check",
     "Explain",

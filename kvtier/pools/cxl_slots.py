@@ -54,6 +54,16 @@ class CxlSlots:
         size = layout.padded_shard_bytes
         return [whole[shard * size : (shard + 1) * size] for shard in range(layout.shard_count)]
 
+    def range_views(self, segment: int, ranges: Sequence[tuple[int, int]]) -> list[Bytes]:
+        """These bytes of the segment, (first, length) each."""
+        whole = self._slabs[segment].mapping.array
+        return [whole[first : first + length] for first, length in ranges]
+
+    def forget_life(self, segment: int) -> None:
+        """Nothing lies in it any more."""
+        self._lives.pop(segment, None)
+        self._checksums.pop(segment, None)
+
     def write_checksums(self, slots: Slots, checksums: Checksums) -> None:
         """These slots hold blocks with these checksums."""
         for slot, checksum in zip(slots.tolist(), checksums.tolist(), strict=True):

@@ -96,6 +96,19 @@ class DramPool:
         assert length_bytes <= binding.slot_bytes, "the padding would reach into the next slot"
         return self._views(binding, slot, length_bytes)
 
+    def whole_views(self, slots: Slots) -> list[Bytes]:
+        """All bytes of these slots, which ascend; neighbours in one view."""
+        found = []
+        firsts = np.flatnonzero(np.diff(slots.astype(np.int64), prepend=-2) != 1).tolist()
+        for start, end in zip(firsts, [*firsts[1:], len(slots)], strict=True):
+            slot, count = int(slots[start]), end - start
+            binding = self.binding(slot)
+            inside = min(count, binding.slot_first + binding.slot_count - slot)
+            found.extend(self._views(binding, slot, inside * binding.slot_bytes))
+            if inside < count:  # The next set's numbers follow.
+                found.extend(self.whole_views(slots[start + inside : end]))
+        return found
+
     def write_reserved(self, slots: Slots, engine: EngineId | None) -> None:
         self._table.write_reserved(slots, engine)
 

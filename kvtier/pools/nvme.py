@@ -34,6 +34,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.alignment import aligned_buffer
 from kvtier.io.checksum import Checksums, block_checksum
 from kvtier.io.driver import Access, Batch, Check, Driver, Outcome, Stage
+from kvtier.io.zero import write_zeros
 from kvtier.layout import PAD_BYTES, SegmentHeader, SlotLayout
 from kvtier.memory import Bytes
 from kvtier.pools import nvme_recovery
@@ -122,6 +123,7 @@ class NvmePool:
         self.locked_count = 0  # Segments that do not count, for want of a seal or of its key.
         # The present life of each segment that has one; the last one of a segment that fell free.
         self._lives: dict[int, SegmentHeader] = {}
+        self._used: set[int] = set()  # Segments that may have bytes of somebody.
 
     @property
     def condition(self) -> PoolCondition:
@@ -156,6 +158,7 @@ class NvmePool:
         """
         written = nvme_recovery.read_headers(self._drivers, self.geometry, self.generation)
         headers = [header for header in written if self._opens(header)]
+        self._used.update(header.segment for header in written)
         self.locked_count = len(written) - len(headers)
         self._lives = {header.segment: header for header in headers}
         self._image.put_headers(headers, on_disk=True)
@@ -185,6 +188,7 @@ class NvmePool:
                 assert before.sequence < header.sequence, "a new life has a higher number"
                 self._image.empty(header.segment, before.slot_count)
             self._lives[header.segment] = header
+            self._used.add(header.segment)
         self._image.put_headers(headers)
 
     def checksums(self, slots: Slots) -> Checksums:
@@ -268,6 +272,36 @@ class NvmePool:
         """Table: these slots hold nothing."""
         self._image.table.write_gone(slots)
         self._image.mark(slots)
+
+    def was_used(self, segment: int) -> bool:
+        """Whether it has had a life since the pool was formatted, or `forget_life`."""
+        return segment in self._used
+
+    def zero(self, segment: int, ranges: Sequence[tuple[int, int]]) -> Outcome:
+        """Nothing of these bytes of the segment, (first, length) each, is left; durable when this
+        returns DONE. Blocks; may be called in any thread. Whoever calls it has them to himself."""
+        local, path = divmod(segment, len(self._drivers))
+        first = self.geometry.segments_first + local * self.geometry.segment_bytes
+        driver = self._drivers[path]
+        for start, length in ranges:
+            if self._condition.state is not PoolState.ON:
+                return Outcome.REFUSED
+            if not driver.punch(first + start, length):
+                outcome = write_zeros(driver, first + start, length)
+                if outcome is not Outcome.DONE:
+                    return outcome
+        return driver.sync()
+
+    def forget_life(self, segment: int) -> None:
+        """Its bytes are zeros: so are its header and its entries from now on."""
+        before = self._lives.pop(segment, None)
+        if before is None:  # Entries that were not taken for any: what the disk has goes.
+            first = segment * self.geometry.row_count_max
+            self._image.mark(np.arange(first, first + self.geometry.row_count_max, dtype=np.uint32))
+        else:
+            self._image.empty(segment, before.slot_count)
+        self._image.drop_header(segment)
+        self._used.discard(segment)
 
     def write_table(self) -> Batch | None:
         """Send the changes of the table to the disk; called on a timer. None: nothing to do now."""

@@ -95,6 +95,13 @@ class TableImage:
                 pages = rows[mine] * ENTRY_BYTES // PAD_BYTES
                 self._dirty_headers.update(dict.fromkeys((path, page) for page in pages.tolist()))
 
+    def drop_header(self, segment: int) -> None:
+        """The segment has no life, as if it never had one."""
+        row, path = divmod(segment, self._geometry.path_count)
+        self._headers[path].reshape(-1, ENTRY_BYTES)[row] = 0
+        self._key_ids.pop(segment, None)
+        self._dirty_headers[path, row * ENTRY_BYTES // PAD_BYTES] = None
+
     def write(self, on_ended: Callable[[Batch], None]) -> Batch | None:
         """Send what is marked; None when nothing is, or while the write before is under way."""
         self._settle()

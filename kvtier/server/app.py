@@ -175,6 +175,7 @@ class Daemon:
                 parts.cxl.start()
             if parts.nvme is not None:
                 parts.nvme.start(tasks)
+            parts.purging.start(tasks)
             gc.collect()
             gc.freeze()  # What exists now lives as long as we do: never traverse it again.
             await self._stop.wait()

@@ -83,6 +83,12 @@ class BlockRing:
         self._tiers[place] = tier
         self.written_count += len(hashes)
 
+    def forget(self, namespace: NamespaceId) -> None:
+        """Nothing is left of its blocks; the places stay taken."""
+        mine = self._namespaces == namespace
+        self._shorts[mine] = 0
+        self._namespaces[mine] = 0  # Nobody's number.
+
     def latest(self, namespace: NamespaceId, block: BlockHash, count: int) -> list[Remembered]:
         """The last `count` times, latest first."""
         short = int.from_bytes(block[:SHORT_BYTES], "little")

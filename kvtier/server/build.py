@@ -50,6 +50,8 @@ from kvtier.server.owners import Owners
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
+from kvtier.server.purge_parts import make_purging
+from kvtier.server.purging import Purging
 from kvtier.server.recorder import RecordedManager, Recorder, draw_salt, open_recorder
 from kvtier.server.refitting import Refitting
 from kvtier.server.remembering import remembering_effects
@@ -63,6 +65,7 @@ from kvtier.server.segment_offers import SegmentOffers
 from kvtier.server.servicer import EngineCalls, EngineFacts
 from kvtier.server.servicer_admin import AdminCalls
 from kvtier.server.servicer_data import DataCalls
+from kvtier.server.servicer_purge import PurgeCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
@@ -87,6 +90,7 @@ class Parts:
     nvme: NvmeKeeper | None
     sessions: Sessions
     adopter: Adopter
+    purging: Purging
     events: KvEvents | None
     doors: tuple[Door, ...]  # That of server.socket first.
     remote_door: RemoteDoor | None  # With TLS.
@@ -151,6 +155,7 @@ class _Builder:
             self.base.clock,
             dram_bytes=plan.slab_bytes * plan.slab_count_max,
             nvme_bytes=lower.paths.capacity_bytes if lower.paths is not None else 0,
+            has_tenants=len(plan.tenants) > 1,
         )
         self.reporter = Reporter(
             self.base,
@@ -163,6 +168,10 @@ class _Builder:
             ),
             generation=plan.generation,
             page_kind=plan.page_kind,
+        )
+        keepers = (self.cxl, self.nvme, self.remote)
+        self.purging = make_purging(
+            self.base, self.pool, plan.state_dir, keepers, self.events, self.curves
         )
         self.leasing = Leasing(self.core, self.base.clock)
         self.calls = Calls(
@@ -236,6 +245,7 @@ class _Builder:
 
     async def build(self) -> Parts:
         try:
+            await self.purging.void_unfinished()
             parts = self._build()
             if self.nvme is not None:
                 await self.nvme.open()  # Last: a start that is refused leaves the pool clean.
@@ -280,6 +290,7 @@ class _Builder:
             nvme=self.nvme,
             sessions=self.sessions,
             adopter=self.adopter,
+            purging=self.purging,
             events=self.events,
             doors=doors,
             remote_door=remote_door,
@@ -375,6 +386,7 @@ class _Builder:
             self.remote,
         )
         administration.add_to(handlers)
+        PurgeCalls(self.base.namespaces, self.purging).add_to(handlers)
         return handlers
 
     def _listen_tcp(self, maker: DoorMaker, own: Door) -> tuple[RemoteDoor | None, str]:

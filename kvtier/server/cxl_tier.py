@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.events import Demoted, LowerOpened, Promoted, TransferOutcome
-from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
+from kvtier.core.instructions import (
+    BindSegments,
+    Demote,
+    Promote,
+    RemainsHeld,
+    WriteLowerGone,
+    WriteLowerReady,
+)
+from kvtier.io.zero import zero_all
 from kvtier.memory import Bytes
 from kvtier.pools.cxl import (
     CopyBatch,
@@ -175,6 +183,31 @@ class CxlKeeper:
                 is_direct=onboard.is_direct,
             )
         )
+
+    # ----------------------------------------------------------------------------------- erasing
+
+    @property
+    def segment_count(self) -> int:
+        return self._opened.segment_count
+
+    def hindrance(self) -> str | None:
+        """Why nothing can be erased, or ""; None until the core knows of the tier."""
+        return {"populating": None, "on": ""}.get(self.state, self.state)
+
+    def has_remains(self, held: RemainsHeld) -> bool:
+        """Memory is fast, and a device keeps what a former daemon had in it."""
+        return True
+
+    async def erase(self, held: RemainsHeld) -> str:
+        views = self._opened.range_views(held.segment, held.ranges)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, zero_all, views)
+        if held.is_whole:
+            self._opened.forget_life(held.segment)
+        return ""
+
+    def is_settled(self) -> bool:
+        return True
 
     # ----------------------------------------------------------------------------- instructions
 

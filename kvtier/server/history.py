@@ -151,6 +151,16 @@ class History:
             _, gone = self._requests.popitem(last=False)
             self._requests_bytes -= sum(map(_bytes_of, gone.values()))
 
+    def forget(self, namespace: NamespaceId) -> None:
+        """Nothing is left here of its blocks and of requests that asked for them."""
+        self._removed.forget(namespace)
+        self._missed.forget(namespace)
+        for key, calls in list(self._requests.items()):
+            for name in [name for name, one in calls.items() if one.namespace == namespace]:
+                self._requests_bytes -= _bytes_of(calls.pop(name))
+            if not calls:
+                del self._requests[key]
+
     # --------------------------------------------------------------------------------- reading
 
     @property

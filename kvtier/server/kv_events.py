@@ -134,6 +134,11 @@ class KvEvents:
         if any(self._ledgers[one] for one in self._of_topic(topic)):
             self._announce(topic)
 
+    def forget(self, namespace: NamespaceId) -> None:
+        """What was published of its topic, with token ids perhaps, cannot be fetched any more."""
+        if self._is_told_of(namespace):
+            self._publisher.forget(self._topic(namespace))
+
     def close(self) -> None:
         """Nothing can be fetched any more."""
         for topic in self._topics:

@@ -62,6 +62,8 @@ class Publisher:
         # bounded: by buffer_bytes. (topic, sequence, batch)
         self._kept: deque[tuple[bytes, int, bytes]] = deque()
         self._kept_bytes = 0
+        # bounded: by how many topics there are. Of topics whose batches are to go.
+        self._forgotten: deque[bytes] = deque()
         self._oldest_of: dict[bytes, int] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_ending = False
@@ -101,6 +103,11 @@ class Publisher:
         self._put_count += weight_of(event)
         self._ring()
 
+    def forget(self, topic: bytes) -> None:
+        """What was sent of the topic cannot be fetched again."""
+        self._forgotten.append(topic)
+        self._ring()
+
     def close(self, seconds: float = 1.0) -> None:
         """Send what waits, for at most so long."""
         self._is_ending = True
@@ -121,6 +128,8 @@ class Publisher:
             ready = dict(poller.poll())
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            while self._forgotten:
+                self._drop_kept(self._forgotten.popleft())
             is_ending = self._is_ending  # Read before the events: those put before it are sent.
             while self._events:
                 self._send(*self._take_batch())
@@ -156,6 +165,12 @@ class Publisher:
             old_topic, old, dropped = self._kept.popleft()
             self._kept_bytes -= len(dropped) + KEPT_OVERHEAD_BYTES
             self._oldest_of[old_topic] = old + 1
+
+    def _drop_kept(self, topic: bytes) -> None:
+        gone = sum(len(one) + KEPT_OVERHEAD_BYTES for its, _, one in self._kept if its == topic)
+        self._kept = deque(one for one in self._kept if one[0] != topic)
+        self._kept_bytes -= gone
+        self._oldest_of[topic] = self._sequence_of.get(topic, 0)
 
     def _answer_replay(self, socket: zmq.Socket[bytes]) -> None:
         """One request: [who, "", first sequence] and, ours alone, a topic; without one, all."""

@@ -72,6 +72,20 @@ EVENTS: dict[str, LogEvent] = {
     "lane frame before the answer was read": LogEvent("warning", "the client is broken"),
     "lane frame refused": LogEvent("warning", "too large", ("bytes",)),
     "lane frame too slow": LogEvent("warning", "it was not whole in time", ("bytes",)),
+    "purge begins": LogEvent(
+        "info",
+        "or begins again, after a crash; `begun` says how often",
+        ("purge", "tenant", "namespaces", "begun"),
+    ),
+    "purge ended": LogEvent(
+        "info",
+        "with state `incomplete`: for this reason some of it could not be done",
+        ("purge", "state", "bytes", "reason"),
+    ),
+    "purge record unreadable": LogEvent(
+        "warning", "if it was of a purge under way, ask for that again", ("path", "reason")
+    ),
+    "purge report not written": LogEvent("warning", "the next life purges once more", ("reason",)),
     "call refused": LogEvent(
         "info",
         "its error went to the client",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvtier.config_tenant import SHARED
@@ -88,6 +88,8 @@ class Namespaces:
         self._slab_count_max = slab_count_max
         self.count_max = count_max
         self._stride = stride
+        # Waits while what would be opened, or its tenant, is purged.
+        self.gate: Callable[[str, bytes], Awaitable[None]] | None = None
         self._on_opened: list[Callable[[OpenedNamespace], None]] = []
         self._by_id: dict[int, OpenedNamespace] = {}
         self._by_fingerprint: dict[bytes, OpenedNamespace] = {}
@@ -134,16 +136,44 @@ class Namespaces:
         spec = spec_from(message, peer.tenant, self._owner(message.model, peer.tenant))
         if peer.rights < Rights.ENGINE and spec.fingerprint() not in self._by_fingerprint:
             raise Forbidden("a reader opens no namespace that no engine has opened")
+        if self.gate is not None:
+            await self.gate(spec.tenant, spec.fingerprint())
         return await self.open(spec)
 
     def _owner(self, model: str, tenant: str) -> str:
         return SHARED if tenant in self._shared.get(model, ()) else tenant
+
+    def fingerprints_of(self, tenant: str) -> set[bytes]:
+        """Of its namespaces, those of former lives too, as far as is known whose they are."""
+        opened = {one.fingerprint for one in self._by_id.values() if one.spec.tenant == tenant}
+        if self._owners is None:  # There is one tenant, and all is its own.
+            return opened | set(self._epochs.current_epochs())
+        return opened | {one for one, name in self._owners.known().items() if name == tenant}
+
+    def with_fingerprint(self, fingerprint: bytes) -> OpenedNamespace | None:
+        """None when nobody has opened it in this life."""
+        return self._by_fingerprint.get(fingerprint)
+
+    async def forget_owner(self, fingerprint: bytes) -> None:
+        """Nothing is left of it; who opens it again is written down again."""
+        if self._owners is not None:
+            await asyncio.to_thread(self._owners.forget, fingerprint)
+
+    async def void(self, fingerprint: bytes) -> int:
+        """A new epoch, durable when this returns, whether or not it is open; how many blocks that
+        voided at once."""
+        opened = self._by_fingerprint.get(fingerprint)
+        if opened is not None:
+            return (await self.clear(opened)).voided_count
+        await finish(asyncio.to_thread(self._epochs.renew, fingerprint))
+        return 0
 
     async def open(self, spec: NamespaceSpec) -> OpenedNamespace:
         """The namespace of this spec, opened now if nobody did before."""
         fingerprint = spec.fingerprint()
         found = self._by_fingerprint.get(fingerprint)
         if found is not None:
+            await self._note_owner(found)  # Perhaps forgotten since.
             return found
         return await finish(self._open(spec, fingerprint))
 
@@ -159,8 +189,7 @@ class Namespaces:
                 return found
             opened = self._describe(spec, fingerprint)
             epoch = await asyncio.to_thread(self._epochs.ensure, fingerprint)
-            if self._owners is not None:
-                await asyncio.to_thread(self._owners.note, fingerprint, spec.tenant)
+            await self._note_owner(opened)
             self._core.post(
                 NamespaceOpened(
                     namespace=opened.id,
@@ -180,6 +209,11 @@ class Namespaces:
             for tell in self._on_opened:
                 tell(opened)
             return opened
+
+    async def _note_owner(self, namespace: OpenedNamespace) -> None:
+        fingerprint, tenant = namespace.fingerprint, namespace.spec.tenant
+        if self._owners is not None and self._owners.known_tenant(fingerprint) != tenant:
+            await asyncio.to_thread(self._owners.note, fingerprint, tenant)
 
     async def _clear(self, namespace: OpenedNamespace) -> Cleared:
         async with self._changing:

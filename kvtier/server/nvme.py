@@ -19,8 +19,15 @@ import numpy.typing as npt
 from kvtier.config import NvmeConfig
 from kvtier.config_values import AUTO
 from kvtier.core.events import BlocksRecovered, LowerChanged, LowerOpened
-from kvtier.core.instructions import BindSegments, Demote, Promote, WriteLowerGone, WriteLowerReady
-from kvtier.io.driver import Batch
+from kvtier.core.instructions import (
+    BindSegments,
+    Demote,
+    Promote,
+    RemainsHeld,
+    WriteLowerGone,
+    WriteLowerReady,
+)
+from kvtier.io.driver import Batch, Outcome
 from kvtier.layout import PAD_BYTES, SegmentHeader
 from kvtier.pools.chains import RecoveredChains, chains_of
 from kvtier.pools.dram import DramPool
@@ -144,6 +151,51 @@ class NvmeKeeper:
     def block_counts(self) -> Mapping[str, int]:
         """Blocks under way, by direction."""
         return self._transfers.block_counts
+
+    # ----------------------------------------------------------------------------------- erasing
+
+    @property
+    def segment_count(self) -> int:
+        return self._pool.geometry.segment_count * self._pool.geometry.path_count
+
+    def hindrance(self) -> str | None:
+        """Why nothing can be erased, or ""; None until the core knows of the pool."""
+        condition = self._pool.condition
+        if condition.state is not PoolState.ON:
+            return f"{condition.state}: {condition.reason}"
+        return "" if self._is_read else None
+
+    def block_count_of(self, fingerprint: bytes) -> int:
+        """Of a namespace that nobody has opened in this life."""
+        found = self._chains.get(fingerprint)
+        return 0 if found is None else len(found.lower_slots)
+
+    def forget_chains(self, fingerprint: bytes) -> None:
+        """What was read of a namespace that nobody has opened yet is not handed over."""
+        self._chains.pop(fingerprint, None)
+
+    def has_remains(self, held: RemainsHeld) -> bool:
+        return not held.is_whole or self._pool.was_used(held.segment)
+
+    async def erase(self, held: RemainsHeld) -> str:
+        """Overwrite what is held; why that could not be done, or ""."""
+        work = partial(self._pool.zero, held.segment, held.ranges)
+        outcome = await run_in_thread(work, "kvtier-erase")
+        if outcome is not Outcome.DONE or self._is_over:
+            return f"the disk answered {outcome.name}"
+        if held.is_whole:
+            self._pool.forget_life(held.segment)
+        else:
+            first = held.segment * self._pool.geometry.row_count_max
+            self._pool.write_gone(np.array(held.void_rows, np.uint32) + np.uint32(first))
+        return ""
+
+    def is_settled(self) -> bool:
+        """Whether all that was changed in the slot table is on the disk; else some more is sent."""
+        if not self._pool.dirty_page_count:
+            return True
+        self._write_table()
+        return False
 
     # ------------------------------------------------------------------------ reading, writing
 

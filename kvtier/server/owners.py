@@ -26,6 +26,9 @@ class Owners:
         """Tenants by fingerprint."""
         return dict(self._known)
 
+    def known_tenant(self, fingerprint: bytes) -> str | None:
+        return self._known.get(fingerprint)
+
     def note(self, fingerprint: bytes, tenant: str) -> None:
         if self._known.get(fingerprint) == tenant:
             return
@@ -36,6 +39,11 @@ class Owners:
             path.write_text(tenant, encoding="utf-8")
         except OSError as error:
             log.warning("tenant not recorded", extra={"path": path, "reason": error.strerror})
+
+    def forget(self, fingerprint: bytes) -> None:
+        """Blocks. A file that comes back after a crash says whose nothing is."""
+        self._known.pop(fingerprint, None)
+        (self._directory / f"{fingerprint.hex()}{_SUFFIX}").unlink(missing_ok=True)
 
 
 def _read(directory: Path) -> dict[bytes, str]:

@@ -148,14 +148,7 @@ class RemoteKeeper:
                 "blocks are too large for remote.known_bytes, the tier is off for their namespace",
                 extra={"namespace": namespace.id, "bytes": namespace.payload_bytes},
             )
-        epochs = EpochWatch(
-            parts.engine,
-            namespace.fingerprint,
-            self._member,
-            clock=self._base.clock,
-            draw=secrets.randbits,
-            times=self._times,
-        )
+        epochs = self._watch(namespace.fingerprint)
         layout = RemoteLayout(
             namespace.fingerprint,
             spec.shard_count,
@@ -296,6 +289,33 @@ class RemoteKeeper:
                 "still use what is there, and this one nothing of it until it could be told, which "
                 "is tried again and again"
             )
+
+    def epoch_of(self, namespace: NamespaceId) -> int | None:
+        """Its epoch among the nodes; None while the tier is off for it."""
+        return self._spaces[namespace].current_epoch()
+
+    async def clear_closed(self, fingerprint: bytes) -> int:
+        """As a clear, of a namespace that nobody has opened here; its new epoch. Raises Unavailable
+        when the other nodes could not be told."""
+        await asyncio.to_thread(self._owed.note, fingerprint)
+        epochs = self._watch(fingerprint)
+        cleared = await epochs.clear()
+        if cleared.outcome is not RemoteOutcome.DONE:
+            raise Unavailable(f"{self.name} could not be told ({cleared.outcome})")
+        await epochs.leave()
+        async with self._owing:
+            await asyncio.to_thread(self._owed.forget, fingerprint)
+        return cleared.epoch
+
+    def _watch(self, fingerprint: bytes) -> EpochWatch:
+        return EpochWatch(
+            self._parts.engine,
+            fingerprint,
+            self._member,
+            clock=self._base.clock,
+            draw=secrets.randbits,
+            times=self._times,
+        )
 
     async def _clear(self, space: _Space, number: int) -> RemoteOutcome:
         cleared = await space.epochs.clear()

@@ -75,6 +75,7 @@ ACCESS: Mapping[str, Access] = {
     "Evict": _ADMINISTRATE,
     "Pin": _ADMINISTRATE,
     "Clear": _ADMINISTRATE,
+    "Purge": _ADMINISTRATE,
     "Drain": _OPERATE,
     "Check": _OPERATE,
     "Explain": _READ_BOOKS,

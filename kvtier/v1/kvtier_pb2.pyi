@@ -674,6 +674,36 @@ class ClearResponse(_message.Message):
     voided_count: int
     def __init__(self, epoch: _Optional[int] = ..., voided_count: _Optional[int] = ...) -> None: ...
 
+class PurgeRequest(_message.Message):
+    __slots__ = ("token", "tenant", "namespace_id", "fingerprint", "purge")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PURGE_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    tenant: str
+    namespace_id: int
+    fingerprint: bytes
+    purge: str
+    def __init__(self, token: _Optional[bytes] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., purge: _Optional[str] = ...) -> None: ...
+
+class PurgeResponse(_message.Message):
+    __slots__ = ("purge", "state", "step", "waits", "done_bytes", "report")
+    PURGE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    purge: str
+    state: str
+    step: str
+    waits: str
+    done_bytes: int
+    report: str
+    def __init__(self, purge: _Optional[str] = ..., state: _Optional[str] = ..., step: _Optional[str] = ..., waits: _Optional[str] = ..., done_bytes: _Optional[int] = ..., report: _Optional[str] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("token", "resume")
     TOKEN_FIELD_NUMBER: _ClassVar[int]

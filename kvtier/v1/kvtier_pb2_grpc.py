@@ -86,6 +86,11 @@ class KVTierStub(object):
                 request_serializer=kvtier_dot_v1_dot_kvtier__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ClearResponse.FromString,
                 )
+        self.Purge = channel.unary_unary(
+                '/kvtier.v1.KVTier/Purge',
+                request_serializer=kvtier_dot_v1_dot_kvtier__pb2.PurgeRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_kvtier__pb2.PurgeResponse.FromString,
+                )
         self.Drain = channel.unary_unary(
                 '/kvtier.v1.KVTier/Drain',
                 request_serializer=kvtier_dot_v1_dot_kvtier__pb2.DrainRequest.SerializeToString,
@@ -231,6 +236,13 @@ class KVTierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Purge(self, request, context):
+        """An end of all of it, for good; ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Refuse new work; say what is still held.
         """
@@ -343,6 +355,11 @@ def add_KVTierServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.ClearRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_kvtier__pb2.ClearResponse.SerializeToString,
+            ),
+            'Purge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Purge,
+                    request_deserializer=kvtier_dot_v1_dot_kvtier__pb2.PurgeRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_kvtier__pb2.PurgeResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -621,6 +638,23 @@ class KVTier(object):
         return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/Clear',
             kvtier_dot_v1_dot_kvtier__pb2.ClearRequest.SerializeToString,
             kvtier_dot_v1_dot_kvtier__pb2.ClearResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Purge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvtier.v1.KVTier/Purge',
+            kvtier_dot_v1_dot_kvtier__pb2.PurgeRequest.SerializeToString,
+            kvtier_dot_v1_dot_kvtier__pb2.PurgeResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -53,6 +53,29 @@ class RemoteEngineContract(ABC):
 
         return asyncio.run(main())
 
+    def test_a_folder_is_emptied_of_all_that_anybody_put_but_for_what_is_kept(self) -> None:
+        async def play(one: RemoteEngine, other: RemoteEngine) -> None:
+            record = key_of("mine/epoch")
+            await one.replace_record(record, expected=None, value=b"1", timeout_seconds=SECONDS)
+            mine = [key_of(f"mine/a/{number}") for number in range(40)]
+            kept = [key_of(f"mine/b/{number}") for number in range(3)]
+            near = [key_of("min/a/1"), key_of("mine2/a/1"), key_of("min")]
+            keys = [*mine, *kept, *near]
+            for engine, some in ((one, keys[::2]), (other, keys[1::2])):
+                values = [(key, [value_of(1)]) for key in some]
+                assert set(await engine.put(values, timeout_seconds=SECONDS)) == {DONE}
+            await other.get(mine[:5], value_bytes_max=2000, timeout_seconds=SECONDS)
+            spared = [record, key_of("mine/b/")]
+            emptied = await one.delete_under(key_of("mine/"), kept=spared, timeout_seconds=SECONDS)
+            assert (emptied.outcome, emptied.count) == (DONE, 40)
+            assert await other.exists(mine, timeout_seconds=SECONDS) == [ABSENT] * 40
+            assert set(await other.exists(kept + near, timeout_seconds=SECONDS)) == {DONE}
+            assert (await other.read_record(record, timeout_seconds=SECONDS)).outcome is DONE
+            again = await one.delete_under(key_of("mine/"), kept=spared, timeout_seconds=SECONDS)
+            assert (again.outcome, again.count) == (DONE, 0)
+
+        self.run(play, count=2)
+
     def test_what_was_put_is_got_by_another_client(self) -> None:
         async def play(one: RemoteEngine, other: RemoteEngine) -> None:
             values = [(key_of(n), [value_of(n, 5000 * n + 1)]) for n in range(8)]

@@ -105,6 +105,9 @@ class CrashingDriver:
         self.file.sync()
         return Outcome.DONE
 
+    def punch(self, first: int, length_bytes: int) -> bool:
+        return False
+
     def close(self, timeout_seconds: float = 5.0) -> bool:
         self.is_closed = True
         return True
@@ -165,6 +168,9 @@ class FaultyDriver:
 
     def sync(self) -> Outcome:
         return self._driver.sync()
+
+    def punch(self, first: int, length_bytes: int) -> bool:
+        return self._driver.punch(first, length_bytes)
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         return self._driver.close(timeout_seconds) and not self._stalled

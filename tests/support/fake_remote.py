@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply, Value
+from kvtier.pools.remote.engine import Emptied, Health, Pace, RemoteKey, RemoteOutcome, Reply, Value
 from kvtier.pools.remote.framing import InPlace
 
 PACE = Pace(call_bytes=8 << 20, calls_at_once=2, reads_in_place=True)
@@ -108,6 +108,18 @@ class FakeRemote:
                 outcome = RemoteOutcome.ABSENT if gone is None else RemoteOutcome.DONE
             outcomes.append(outcome)
         return outcomes
+
+    async def delete_under(
+        self, folder: RemoteKey, *, kept: Sequence[RemoteKey], timeout_seconds: float
+    ) -> Emptied:
+        outcome = await self._trouble(folder, self._begin(timeout_seconds))
+        if outcome is not None:
+            return Emptied(outcome)
+        values = self._shelf.values
+        gone = [key for key in values if key.startswith(folder) and not key.startswith(tuple(kept))]
+        for key in gone:
+            del values[key]
+        return Emptied(RemoteOutcome.DONE, len(gone))
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
         outcome = await self._trouble(key, self._begin(timeout_seconds))

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,7 @@ def running_tenants(
     dram_bytes: str = "64MiB",
     slab_bytes: str = "4MiB",
     state_dir: Path | None = None,
+    program: Sequence[str] | None = None,
 ) -> Iterator[Tenants]:
     """`tenants`: names, each with its options but the socket."""
     folder = Path(tempfile.mkdtemp(prefix="kvtier-"))
@@ -58,7 +59,11 @@ def running_tenants(
         settings |= {f"tenant.{name}.{option}": value for option, value in its.items()}
     try:
         with running_daemon(
-            dram_bytes=dram_bytes, slab_bytes=slab_bytes, options=settings, state_dir=state_dir
+            dram_bytes=dram_bytes,
+            slab_bytes=slab_bytes,
+            options=settings,
+            state_dir=state_dir,
+            program=program,
         ) as daemon:
             yield Tenants(daemon, folder)
     finally:

@@ -16,6 +16,7 @@ from kvtier.clock import Clock
 from kvtier.pools.remote.breaker import Breaker, BreakerSettings, BreakerState
 from kvtier.pools.remote.engine import (
     TROUBLES,
+    Emptied,
     Health,
     Pace,
     RemoteEngine,
@@ -119,6 +120,12 @@ class BreakingEngine:
             [OFF] * len(keys),
             trouble_of,
         )
+
+    async def delete_under(
+        self, folder: RemoteKey, *, kept: Sequence[RemoteKey], timeout_seconds: float
+    ) -> Emptied:
+        """Asked whatever the breakers say, and they are not told: it may take its whole time."""
+        return await self._engine.delete_under(folder, kept=kept, timeout_seconds=timeout_seconds)
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
         return await self._guarded(

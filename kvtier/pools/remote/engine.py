@@ -73,6 +73,14 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Emptied:
+    """How a `delete_under` ended; `count` values are gone because of it, as far as is known."""
+
+    outcome: RemoteOutcome
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """`detail` is for people. Sizes are those of the whole engine, None where it does not tell."""
 
@@ -140,6 +148,14 @@ class RemoteEngine(Protocol):
         self, keys: Sequence[RemoteKey], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         """DONE, or ABSENT where nothing was."""
+        ...
+
+    async def delete_under(
+        self, folder: RemoteKey, *, kept: Sequence[RemoteKey], timeout_seconds: float
+    ) -> Emptied:
+        """Delete all values whose keys begin with `folder`, whoever put them; not those that begin
+        with one of `kept`, which names records as well. DONE when there are none left; after
+        anything else it goes on when it is asked again."""
         ...
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply: ...

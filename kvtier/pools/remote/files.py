@@ -42,6 +42,7 @@ from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
+    Emptied,
     Health,
     Pace,
     RemoteKey,
@@ -175,6 +176,24 @@ class FilesEngine:
         self, keys: Sequence[RemoteKey], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         return await self._by_keys(os.unlink, keys, timeout_seconds)
+
+    async def delete_under(
+        self, folder: RemoteKey, *, kept: Sequence[RemoteKey], timeout_seconds: float
+    ) -> Emptied:
+        deadline = self._clock.now() + timeout_seconds
+
+        async def work() -> Emptied:
+            try:
+                emptied = await self._in_thread(self._empty, folder, tuple(kept), deadline)
+                await self._in_thread(os.stat, self._mark)  # Else nothing was seen of it.
+            except OSError as error:
+                return Emptied(outcome_of(error))
+            except RuntimeError:
+                return Emptied(RemoteOutcome.BUSY)  # Of the threads.
+            return emptied
+
+        [found] = await self._calls.run([work], timeout_seconds, Emptied(RemoteOutcome.TIMED_OUT))
+        return found
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
         work = partial(self._replied, partial(self._read_record, self._record_folder(key)))
@@ -362,6 +381,23 @@ class FilesEngine:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     # What follows runs in threads: a value's calls in one, as a hop takes longer than most of them.
+
+    def _empty(self, folder: str, kept: tuple[str, ...], deadline: float) -> Emptied:
+        """Raises OSError."""
+        values = f"{self._root}/{VALUES_NAME}"
+        count = 0
+        for path, _, names in os.walk(f"{values}/{folder}", topdown=False):
+            prefix = os.path.dirname(os.path.relpath(path, values))  # Without the spread.
+            for name in names:
+                if not f"{prefix}/{name}".startswith(kept):
+                    with suppress(FileNotFoundError):
+                        os.unlink(f"{path}/{name}")
+                        count += 1
+                if self._clock.now() > deadline:
+                    return Emptied(RemoteOutcome.TIMED_OUT, count)
+            with suppress(OSError):
+                os.rmdir(path)  # Where nothing is left in it.
+        return Emptied(RemoteOutcome.DONE, count)
 
     def _make_folder(self, folder: str) -> None:
         """Never the root: it may have vanished since somebody looked. Raises OSError."""

@@ -24,5 +24,19 @@ def epoch_key(fingerprint: bytes) -> RemoteKey:
     return RemoteKey(f"{ROOT}/{fingerprint.hex()}/epoch")
 
 
+def namespace_folder(fingerprint: bytes) -> RemoteKey:
+    """What begins all keys of the namespace."""
+    return RemoteKey(f"{ROOT}/{fingerprint.hex()}/")
+
+
+def epoch_folder(fingerprint: bytes, epoch: int) -> RemoteKey:
+    """What begins all keys of its blocks in this epoch."""
+    return RemoteKey(f"{ROOT}/{fingerprint.hex()}/{epoch:08x}/")
+
+
+def seen_folder(fingerprint: bytes) -> RemoteKey:
+    return RemoteKey(f"{ROOT}/{fingerprint.hex()}/seen/")
+
+
 def acknowledgement_key(fingerprint: bytes, life: int, epoch: int, member: bytes) -> RemoteKey:
     return RemoteKey(f"{ROOT}/{fingerprint.hex()}/seen/{life:016x}.{epoch:08x}/{member.hex()}")

@@ -28,7 +28,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -44,12 +44,20 @@ from kvtier.pools.remote.buffers import Buffers, whole_of
 from kvtier.pools.remote.calls import Calls
 from kvtier.pools.remote.engine import (
     RECORD_BYTES_MAX,
+    Emptied,
     Health,
     Pace,
     RemoteKey,
     RemoteOutcome,
     Reply,
     Value,
+)
+from kvtier.pools.remote.mooncake_groups import (
+    CALL_BYTES,
+    DIRECT_BYTES_MIN,
+    LANDING_BYTES,
+    flattened,
+    groups_of,
 )
 
 # A record may be changed so many times (a daemon that joins or leaves is a change, too): with a
@@ -59,13 +67,6 @@ RECORD_NUMBERS_MAX = 65_536
 _RECORD_WINDOW = 256
 _RECORD_READS_MAX = 8
 _KEYS_A_CALL = 4096
-LANDING_BYTES = 16 << 20
-# Smaller values are sooner copied than registered one by one.
-DIRECT_BYTES_MIN = 256 << 10
-# A call asks without a rest whether it is done, which takes a core, however little it carries: so
-# one at a time with much, and what frames add to it; and it gives way to those who do the work.
-CALL_BYTES = 64 << 20
-_DIRECT_BYTES_MAX = CALL_BYTES + (16 << 20)
 # After a call that failed the library may still read or write its memory for a moment (its own
 # time-out is a minute): the buffers of the last such calls stay registered. An open breaker lets
 # few calls through in that time.
@@ -143,20 +144,20 @@ class MooncakeEngine:
         self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         whole = [(key, value) for key, [value] in values]
-        groups = [whole[start:end] for start, end in _groups([one.nbytes for _, one in whole])]
+        groups = [whole[start:end] for start, end in groups_of([one.nbytes for _, one in whole])]
         works = [partial(self._put_group, group) for group in groups]
         found = await self._run(works, timeout_seconds)
-        return _flattened(found, [len(group) for group in groups])
+        return flattened(found, [len(group) for group in groups])
 
     async def get(
         self, keys: Sequence[RemoteKey], *, value_bytes_max: int, timeout_seconds: float
     ) -> list[Reply]:
-        groups = [keys[start:end] for start, end in _groups([value_bytes_max] * len(keys))]
+        groups = [keys[start:end] for start, end in groups_of([value_bytes_max] * len(keys))]
         works = [partial(self._get_group, group, value_bytes_max) for group in groups]
         found = await self._run(works, timeout_seconds)
         return [
             one if isinstance(one, Reply) else Reply(one)
-            for one in _flattened(found, [len(group) for group in groups])
+            for one in flattened(found, [len(group) for group in groups])
         ]
 
     async def exists(
@@ -168,6 +169,16 @@ class MooncakeEngine:
         self, keys: Sequence[RemoteKey], *, timeout_seconds: float
     ) -> list[RemoteOutcome]:
         return await self._by_keys(self._delete_group, keys, timeout_seconds)
+
+    async def delete_under(
+        self, folder: RemoteKey, *, kept: Sequence[RemoteKey], timeout_seconds: float
+    ) -> Emptied:
+        """In one call, which the master answers when it is done."""
+        spared = "|".join(one.removeprefix(folder) for one in kept if one.startswith(folder))
+        pattern = f"^{folder}(?!{spared}).*" if spared else f"^{folder}.*"
+        work = partial(self._empty, pattern)
+        [found] = await self._run([work], timeout_seconds)
+        return found if isinstance(found, Emptied) else Emptied(found)
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
         [found] = await self._run([partial(self._read_record, key)], timeout_seconds)
@@ -202,7 +213,7 @@ class MooncakeEngine:
         starts = range(0, len(keys), _KEYS_A_CALL)
         groups = [keys[start : start + _KEYS_A_CALL] for start in starts]
         found = await self._run([partial(work, group) for group in groups], timeout_seconds)
-        return _flattened(found, [len(group) for group in groups])
+        return flattened(found, [len(group) for group in groups])
 
     async def _run(self, works: Sequence[Callable[[], Any]], timeout_seconds: float) -> list[Any]:
         """What each returned, or an outcome for all of it."""
@@ -389,6 +400,10 @@ class MooncakeEngine:
         # overtaken finds the checksum wrong.
         return [outcome_of(code) for code in self._store.batch_remove(list(keys), True)]
 
+    def _empty(self, pattern: str) -> Emptied:
+        count = self._store.remove_by_regex(pattern, True)  # By force, as above.
+        return Emptied(RemoteOutcome.DONE, count) if count >= 0 else Emptied(outcome_of(count))
+
     def _read_record(self, key: RemoteKey) -> Reply:
         found = self._newest(key)
         if found is None:
@@ -468,27 +483,3 @@ def outcome_of(code: int) -> RemoteOutcome:
 
 def _numbered(key: RemoteKey, number: int) -> RemoteKey:
     return RemoteKey(f"{key}@{number}")
-
-
-def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of members that go in one call, and may share the landing buffer when they are
-    small; a larger one is alone."""
-    is_direct = min(sizes, default=0) >= DIRECT_BYTES_MIN
-    group_bytes_max = _DIRECT_BYTES_MAX if is_direct else LANDING_BYTES
-    start, group_bytes = 0, 0
-    for place, size in enumerate(sizes):
-        if place > start and group_bytes + size > group_bytes_max:
-            yield start, place
-            start, group_bytes = place, 0
-        group_bytes += size
-    if start < len(sizes):
-        yield start, len(sizes)
-
-
-def _flattened(found: Sequence[Any], counts: Sequence[int]) -> list[Any]:
-    """One a member; an outcome that stands for a whole group is that of each in it."""
-    return [
-        one
-        for group, count in zip(found, counts, strict=True)
-        for one in ([group] * count if isinstance(group, RemoteOutcome) else group)
-    ]

@@ -27,7 +27,16 @@ from kvtier.errors import ConfigError
 from kvtier.io.threads import IoThreads
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import Borrowed, Calls, ended_in_time
-from kvtier.pools.remote.engine import Health, Pace, RemoteKey, RemoteOutcome, Reply, Value
+from kvtier.pools.remote.engine import (
+    Emptied,
+    Health,
+    Pace,
+    RemoteKey,
+    RemoteOutcome,
+    Reply,
+    Value,
+)
+from kvtier.pools.remote.redis_emptying import SCANNED_KEYS, Emptying
 from kvtier.pools.remote.redis_lane import Address, RedisLane, RedisLanes, outcome_of_text
 
 # A pipeline of so much is a call of some ten milliseconds. One larger block is one call.
@@ -155,6 +164,21 @@ class RedisEngine:
     ) -> list[RemoteOutcome]:
         found = await self._run([("UNLINK", key) for key in keys], [0] * len(keys), timeout_seconds)
         return [_counted(one) for one in found]
+
+    async def delete_under(
+        self, folder: RemoteKey, *, kept: Sequence[RemoteKey], timeout_seconds: float
+    ) -> Emptied:
+        deadline = self._clock.now() + timeout_seconds
+        more = {"target_nodes": "primaries"} if self._settings.is_cluster else {}
+
+        async def delete(keys: Sequence[RemoteKey]) -> Sequence[RemoteOutcome]:
+            left = max(0.0, deadline - self._clock.now())
+            return await self.delete(keys, timeout_seconds=left)
+
+        found = self._client.scan_iter(f"{folder}*", count=SCANNED_KEYS, **more)
+        emptying = Emptying(found, tuple(kept), delete)
+        outcome = await self._in_time(emptying.run, timeout_seconds)
+        return Emptied(outcome, emptying.count)
 
     async def read_record(self, key: RemoteKey, *, timeout_seconds: float) -> Reply:
         [found] = await self._run([("GET", key)], [0], timeout_seconds)

@@ -15,7 +15,8 @@ from kvtier.io.giving_way import NICE_STEPS, GivingWay
 from kvtier.memory import Bytes
 from kvtier.pools.remote.buffers import Buffers, whole_of
 from kvtier.pools.remote.engine import RemoteKey, RemoteOutcome
-from kvtier.pools.remote.mooncake import DIRECT_BYTES_MIN, MooncakeEngine, MooncakeSettings
+from kvtier.pools.remote.mooncake import MooncakeEngine, MooncakeSettings
+from kvtier.pools.remote.mooncake_groups import DIRECT_BYTES_MIN
 from tests.support.mooncake_master import needs_mooncake
 from tests.support.processes import eventually
 

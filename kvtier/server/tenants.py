@@ -14,6 +14,7 @@ from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import ConfigError, Forbidden, KVTierError
 from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.server.call_limits import CallLimits
+from kvtier.server.owners import Owners
 from kvtier.server.peers import Credentials, peer_credentials
 from kvtier.server.security import Peer, Rights
 from kvtier.types import EngineId
@@ -40,6 +41,11 @@ class Tenant:
         return self.grpc_socket.with_suffix(".inner")
 
     @property
+    def inner_tls_socket(self) -> Path:
+        """Where it listens behind the door that ends TLS."""
+        return self.grpc_socket.with_suffix(".tls")
+
+    @property
     def lane_socket(self) -> Path:
         return lane_socket_path(self.socket)
 
@@ -47,7 +53,7 @@ class Tenant:
     def paths(self) -> tuple[Path, ...]:
         """Of all its sockets."""
         inner = (self.inner_grpc_socket,) if self.names_users else ()
-        return (self.socket, self.grpc_socket, self.lane_socket, *inner)
+        return (self.socket, self.grpc_socket, self.lane_socket, self.inner_tls_socket, *inner)
 
     @property
     def names_users(self) -> bool:
@@ -127,6 +133,18 @@ def tenant_budgets(tenants: Mapping[str, TenantConfig]) -> dict[str, TenantBudge
         name: TenantBudget(it.minimum, it.maximum, it.weight, PRIORITIES.index(it.priority))
         for name, it in tenants.items()
     }
+
+
+def owners_of(config: Config, state_dir: Path) -> Owners | None:
+    """Where it is written down whose the namespaces are; None where there is one tenant."""
+    if not config.tenant:
+        return None
+    owners = Owners(
+        state_dir / "owners", is_nvme_all=not (config.cxl.is_set or config.remote.is_set)
+    )
+    if not config.nvme.paths:
+        owners.keep_only(())
+    return owners
 
 
 def call_limits(config: Config) -> CallLimits:

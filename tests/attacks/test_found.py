@@ -86,6 +86,7 @@ GEOMETRY = Geometry(segment_bytes=256 << 20, segment_count=30, row_count_max=409
     "changes",
     [
         {"life": 1 << 40},
+        {"revision": (1 << 64) - 1},
         {"path_index": 2},
         *(
             {"geometry": replace(GEOMETRY, **one)}

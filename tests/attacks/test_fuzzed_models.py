@@ -66,6 +66,7 @@ def gguf() -> bytes:
     [
         (struct.pack("<II", 4, 32), struct.pack("<II", 4, 0)),
         (struct.pack("<IQQ", 2, 32, 2), struct.pack("<IQQ", 2, 1 << 63, 1 << 63)),
+        (struct.pack("<IQQ", 2, 32, 2), struct.pack("<IQQ", 2, 32, 0)),
     ],
 )
 def test_numbers_that_cannot_be_are_damage(tmp_path: Path, was: bytes, now: bytes) -> None:

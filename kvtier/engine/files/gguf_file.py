@@ -181,6 +181,8 @@ class _Cursor:
 def _place(shape: tuple[int, ...], kind: GGMLQuantizationType, start: int) -> _TensorPlace:
     element_count = math.prod(shape)
     run_elements, run_bytes = GGML_QUANT_SIZES[kind]
+    if element_count < 1:
+        raise ValueError("a tensor has no elements")
     if element_count % run_elements:
         raise ValueError(f"{element_count} elements do not divide into runs of {run_elements}")
     return _TensorPlace(shape, kind, start, element_count // run_elements * run_bytes)

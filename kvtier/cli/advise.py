@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             errors = _errors(trace, curve, block_bytes)
     if not curves or not curves[0].points:
         raise BadRequest("nothing was asked for twice yet: there is nothing to advise from")
-    if len(curves) == 2:  # Of all, and of the only tenant.
+    if len(curves) == 2:  # Of all, and of the only tenant that asked.
         curves = curves[:1]
     advice = {one.tenant: _advice(one, sizes, arguments.prefill_rate) for one in curves}
     if arguments.json:

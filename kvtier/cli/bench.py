@@ -1,7 +1,8 @@
-"""`kvtier bench match | transfer | daemon | churn | nvme | recovery | tiers`: measure something.
+"""`kvtier bench match | transfer | daemon | churn | nvme | recovery | restart | tiers`: measure.
 
 The first four start a private daemon and remove it afterwards, unless --socket names a running one;
-the others need none and work in files of their own, which they remove.
+`restart` has one that it kills, the others need none. They work in files of their own, which they
+remove.
 Progress goes to stderr. Exit codes: 0; 1 when something was wrong (bytes, invariants) or, with
 --strict, a target was missed; 2 for a mistake in the arguments; 3 when no daemon answers.
 """
@@ -16,6 +17,7 @@ from kvtier.cli import (
     bench_match,
     bench_nvme,
     bench_recovery,
+    bench_restart,
     bench_tiers,
     bench_transfer,
 )
@@ -28,9 +30,10 @@ _BENCHES = {
     "churn": (bench_churn, "many clients, little room: calls a second, hits, invariants"),
     "nvme": (bench_nvme, "the NVMe tier's own path against fio, on a file beside your data"),
     "recovery": (bench_recovery, "time to read the slot table of a large NVMe pool"),
+    "restart": (bench_restart, "time to have a million blocks in memory again after a kill"),
     "tiers": (bench_tiers, "every tier beside its raw medium or its engine's own client"),
 }
-_WITHOUT_DAEMON = {"nvme", "recovery", "tiers"}
+_WITHOUT_DAEMON = {"nvme", "recovery", "restart", "tiers"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

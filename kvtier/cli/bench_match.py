@@ -27,9 +27,9 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from kvtier.checksum import block_checksum
 from kvtier.cli import bench_run, measure
-from kvtier.cli.bench_tree import HASH_BYTES, ChainTree
+from kvtier.cli.bench_fill import SLAB_BYTES, Filler, budget_bytes, spec_of
+from kvtier.cli.bench_tree import ChainTree
 from kvtier.cli.connect import connected, open_namespace
 from kvtier.cli.output import say
 from kvtier.cli.peer import Peer, started_peer
@@ -38,11 +38,10 @@ from kvtier.cli.processes import cpu_seconds, memory_of
 from kvtier.cli.sizes import positive
 from kvtier.client.calls import CHANNEL_OPTIONS
 from kvtier.client.client import Client
-from kvtier.client.values import Namespace, NamespaceState, Reservation
+from kvtier.client.values import NamespaceState
 from kvtier.errors import BadRequest, KVTierError, TierFull
-from kvtier.namespace import NamespaceSpec
 from kvtier.paths import grpc_socket_path
-from kvtier.types import CommitOutcome, Role
+from kvtier.types import Role
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.v1.kvtier_pb2_grpc import KVTierStub
 
@@ -52,10 +51,6 @@ TARGETS = {
     "bytes_per_block": measure.Target(at_most=400.0),
     "acquire_us_per_block": measure.Target(at_most=3.0),
 }
-SLOT_BYTES = 64
-_SLAB_BYTES = 16 << 20
-_COMMIT_COUNT = 4096
-_RESERVE_TRIES = 400
 _ACQUIRE_ROUNDS = 100
 _WARM_COUNT = 50
 _LARGE_BYTES = 31 << 20
@@ -82,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
     if length < 2:
         raise BadRequest("--tokens: give at least two blocks of --block-tokens")
     tree = ChainTree(resident_count=arguments.resident, chain_length=length, seed=arguments.seed)
-    budget_bytes = _budget_bytes(arguments.resident)
+    pool_bytes = budget_bytes(arguments.resident)
     options = {
-        "dram.bytes": str(budget_bytes),
-        "dram.slab_bytes": str(min(_SLAB_BYTES, budget_bytes)),
+        "dram.bytes": str(pool_bytes),
+        "dram.slab_bytes": str(min(SLAB_BYTES, pool_bytes)),
         "dram.watermark_stop": "1.0",
     }
     _use_memory_as_engines_do()
@@ -98,19 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
         page_kind = client.stats().tiers[0].page_kind
     return bench_run.report(
         arguments, figures, TARGETS, page_kind=page_kind, is_wrong=bench.wrong_count > 0
-    )
-
-
-def spec_of(block_tokens: int, salt: str) -> NamespaceSpec:
-    return NamespaceSpec(
-        model="bench-match",
-        weights="-",
-        kv_dtype="bytes",
-        layout="none",
-        block_tokens=block_tokens,
-        shard_bytes=SLOT_BYTES,
-        hash_bytes=HASH_BYTES,
-        salt=salt,
     )
 
 
@@ -163,7 +145,7 @@ class _MatchBench:
 
     def _fill(self) -> tuple[float, float]:
         """Commit every block; (bytes of the daemon's memory a block, seconds)."""
-        filler = _Filler(self._client, self._namespace)
+        filler = Filler(self._client, self._namespace)
         before = memory_of(self._daemon.pid).anonymous_bytes
         started = time.monotonic()
         for parent, packed in self._tree.runs():
@@ -293,60 +275,6 @@ def _request(state: NamespaceState, question: Question) -> pb.MatchRequest:
     )
 
 
-class _Filler:
-    """Commits runs of blocks from a stock of slots."""
-
-    def __init__(self, client: Client, namespace: Namespace) -> None:
-        self._client = client
-        self._namespace = namespace
-        self._stock: Reservation | None = None
-        self._used = 0
-        # The slots are zeros and stay so.
-        self._checksum = block_checksum(bytes(SLOT_BYTES), SLOT_BYTES)
-        self.committed_count = 0
-
-    def commit_run(self, parent: bytes | None, packed: bytes) -> None:
-        step_bytes = _COMMIT_COUNT * HASH_BYTES
-        first = 0
-        while first < len(packed):
-            stock = self._stocked()
-            left = stock.slots[self._used :]
-            part = packed[first : first + min(step_bytes, len(left) * HASH_BYTES)]
-            slots = left[: len(part) // HASH_BYTES]
-            outcomes = self._client.commit(
-                self._namespace,
-                part,
-                slots,
-                parent=parent,
-                session=stock.session,
-                epoch=stock.epoch,
-                checksums=np.full(len(slots), self._checksum, dtype=np.uint64),
-            )
-            self.committed_count += outcomes.count(CommitOutcome.READY)
-            self._used += len(slots)
-            parent = part[-HASH_BYTES:]
-            first += len(part)
-
-    def finish(self) -> None:
-        """Give back what is left."""
-        if self._stock is not None and self._used < len(self._stock.slots):
-            left = self._stock.slots[self._used :]
-            self._client.abort(self._namespace, left, session=self._stock.session)
-        self._stock = None
-
-    def _stocked(self) -> Reservation:
-        """A stock with at least one slot; slabs are populated and mapped in the background."""
-        if self._stock is not None and self._used < len(self._stock.slots):
-            return self._stock
-        for _ in range(_RESERVE_TRIES):
-            self._stock = self._client.reserve(self._namespace, 4 * _COMMIT_COUNT)
-            self._used = 0
-            if len(self._stock.slots):
-                return self._stock
-            time.sleep(0.025)
-        raise TierFull("the daemon gives no slots: its pool is too small or was not populated")
-
-
 def _use_memory_as_engines_do() -> None:
     """Free one large array: from then on glibc keeps blocks of a message's size in its heap.
 
@@ -354,10 +282,3 @@ def _use_memory_as_engines_do() -> None:
     faults for its own message (see server/heap.py).
     """
     np.empty(_LARGE_BYTES, dtype=np.uint8)  # Its pages are never touched.
-
-
-def _budget_bytes(resident_count: int) -> int:
-    """A tenth more than the blocks need, in whole slabs."""
-    needed = resident_count * SLOT_BYTES * 11 // 10 + _COMMIT_COUNT * SLOT_BYTES
-    slab_bytes = _SLAB_BYTES if needed > _SLAB_BYTES else 2 << 20
-    return -(-needed // slab_bytes) * slab_bytes

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from kvtier.cli.bench_match import spec_of
+from kvtier.cli.bench_fill import spec_of
 from kvtier.cli.bench_tree import ChainTree
 from kvtier.cli.connect import TOOL_SETTINGS, open_namespace
 from kvtier.cli.peer import Order, serve

@@ -31,6 +31,7 @@ class ChainTree:
                 f"{BRANCH_COUNT} chains of {chain_length}"
             )
         chance = random.Random(seed)
+        self.resident_count = resident_count
         self.chain_length = chain_length
         self.full_chain_count = trunk_count * BRANCH_COUNT
         self._chance = chance

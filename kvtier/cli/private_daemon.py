@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from kvtier.cli.interrupts import deferred_interrupts
 from kvtier.errors import ConfigError, Unavailable
@@ -105,14 +105,23 @@ def _spawn(directory: Path, options: Mapping[str, str]) -> subprocess.Popen[str]
         "admin.address": "off",
         **options,
     }
-    command = [sys.executable, "-m", "kvtier.cli.tied", str(os.getpid()), "serve"]
+    words = ["serve"]
     for name, value in settings.items():
-        command += ["--set", f"{name}={value}"]
+        words += ["--set", f"{name}={value}"]
     with (directory / "daemon.log").open("a") as log:
-        # Its own session: ctrl-C goes to us alone, and we end the daemon in order.
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+        return tied_process(words, log)
+
+
+def tied_process(words: Sequence[str], stderr: IO[str] | int) -> subprocess.Popen[str]:
+    """`kvtier WORDS`, which ends with us; its standard output is ours to read."""
+    # Its own session: ctrl-C goes to us alone, and we end it in order.
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtier.cli.tied", str(os.getpid()), *words],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _wait_ready(process: subprocess.Popen[str], directory: Path) -> None:

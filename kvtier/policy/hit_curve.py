@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -169,7 +170,7 @@ class _Order:
 
     def __init__(self, room: int) -> None:
         self.room, self.used = room, 0
-        self._tree = [0] * (room + 1)
+        self._tree = array("q", bytes(8 * (room + 1)))  # A list would grow as it fills.
         self._total = 0
 
     def append(self, length_bytes: int) -> int:

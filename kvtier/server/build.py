@@ -158,6 +158,7 @@ class _Builder:
             self.base.clock,
             dram_bytes=plan.slab_bytes * plan.slab_count_max,
             nvme_bytes=lower.paths.capacity_bytes if lower.paths is not None else 0,
+            has_tenants=len(plan.tenants) > 1,
         )
         self.reporter = Reporter(
             self.base,

@@ -30,8 +30,16 @@ class HitCurves:
     """`told` is what `kvtier advise` asks for."""
 
     def __init__(
-        self, namespaces: Namespaces, clock: Clock, *, dram_bytes: int, nvme_bytes: int
+        self,
+        namespaces: Namespaces,
+        clock: Clock,
+        *,
+        dram_bytes: int,
+        nvme_bytes: int,
+        has_tenants: bool,
     ) -> None:
+        """`has_tenants`: several; the only one's curve is that of all."""
+        self._tenants_max = TENANTS_MAX if has_tenants else 0
         self._namespaces, self._clock = namespaces, clock
         self._dram_bytes, self._nvme_bytes = dram_bytes, nvme_bytes
         self._began = clock.now()
@@ -105,7 +113,7 @@ class HitCurves:
             self._all = self._new()
         tenant = namespace.spec.tenant
         mine = self._tenants.get(tenant)
-        if mine is None and len(self._tenants) < TENANTS_MAX:
+        if mine is None and len(self._tenants) < self._tenants_max:
             mine = self._tenants[tenant] = self._new()
         return [self._all] if mine is None else [self._all, mine]
 

@@ -5,6 +5,7 @@ Engines are processes with real clients; what they read is right for its hash, o
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli.main import main
 from tests.support.daemon import RunningDaemon
 from tests.support.forms import is_torture, rounds, state_finding
 from tests.support.four_tiers import four_tier_options
@@ -381,3 +383,20 @@ def test_upgrades_under_load_cost_no_hit_no_byte_and_no_deadline(
             f"its right bytes; the longest call took {longest_wait(busy):.2f} of "
             f"{DEADLINE_SECONDS} s; READY after {daemon.start_seconds:.2f} s"
         )
+
+
+@pytest.mark.parametrize(
+    "count", [2_000, pytest.param(1_000_000, marks=[rare, pytest.mark.timeout(600)])]
+)
+def test_how_soon_memory_is_there_again_is_measured(
+    count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "restart", "--resident", str(count), "--rounds", "1", "--json"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    state_finding(f"{count} blocks: READY after {told['ready_s']:.2f} s, all {told['all_s']:.2f} s")
+    assert told["found_share"] == 1.0
+    assert told["resident_blocks"] == count
+    assert told["engine_blocks"] == 128
+    assert 0 < told["ready_cpu_s"] < told["all_cpu_s"]
+    assert told["ready_s"] < told["all_s"]

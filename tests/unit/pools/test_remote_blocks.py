@@ -334,7 +334,9 @@ def test_a_full_engine_goes_on_serving_what_it_has() -> None:
 def test_what_was_not_taken_has_its_buffer_used_again_where_nobody_reads_it(leaves: bool) -> None:
     async def main() -> None:
         shelf, pace = Shelf(), Pace(1 << 20, leaves_what_failed=leaves)
-        rig = RemoteRig(FakeRemote(shelf, pace=pace))
+        rig = RemoteRig(
+            FakeRemote(shelf, pace=pace), payload_bytes=200_000
+        )  # Small ones are not kept.
         shelf.capacity_bytes = 0
         assert await rig.put([1]) == [RemoteOutcome.FULL]
         assert bool(rig.buffers.kept_bytes) == leaves

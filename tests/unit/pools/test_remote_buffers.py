@@ -14,11 +14,18 @@ from kvtier.pools.remote.buffers import Buffers, whole_of
 
 def test_a_buffer_that_was_given_back_is_used_again() -> None:
     buffers = Buffers()
-    one = buffers.take(100_000)
+    one = buffers.take(200_000)
     buffers.give_back(one)
-    other = buffers.take(110_000)
+    other = buffers.take(220_000)
     assert np.shares_memory(one, other)
-    assert (one.nbytes, other.nbytes) == (100_000, 110_000)
+    assert (one.nbytes, other.nbytes) == (200_000, 220_000)
+    assert buffers.kept_bytes == 0
+
+
+def test_small_ones_are_not_kept() -> None:
+    buffers = Buffers()
+    for size in (1, 4096, 100_000):
+        buffers.give_back(buffers.take(size))
     assert buffers.kept_bytes == 0
 
 
@@ -72,3 +79,25 @@ def flags_at(address: int) -> list[str]:
         elif is_there and words[0] == "VmFlags:":
             return words[1:]
     raise AssertionError("nothing is mapped there")
+
+
+def test_rooms_of_small_buffers_end_after_a_burst() -> None:
+    buffers = Buffers()
+    burst = [buffers.take(40 << 10) for _ in range(500)]
+    for number, one in enumerate(burst):
+        one[:] = number % 251
+    assert buffers.room_bytes >= 500 * (48 << 10)
+    assert all((one == number % 251).all() for number, one in enumerate(burst))
+    kept = burst.pop()
+    place = kept.ctypes.data
+    burst.clear()
+    del one
+    assert all(buffers.take(40 << 10).ctypes.data != place for _ in range(1000))
+    assert buffers.room_bytes == 2 << 20  # An empty one, and that of the buffer that is in use.
+
+
+def test_a_small_buffer_that_nobody_gives_back_is_used_again() -> None:
+    buffers = Buffers()
+    for _ in range(1000):
+        buffers.take(40 << 10)[:] = 1
+    assert buffers.room_bytes == 1 << 20

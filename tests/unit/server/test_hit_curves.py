@@ -24,9 +24,14 @@ class FewNamespaces:
         return OpenedNamespace(NamespaceId(namespace), spec, b"", 1 << 20, 64)
 
 
-def curves_of(dram_bytes: int = 64 << 20) -> HitCurves:
-    namespaces = cast(Namespaces, FewNamespaces())
-    return HitCurves(namespaces, ManualClock(), dram_bytes=dram_bytes, nvme_bytes=1 << 30)
+def curves_of(dram_bytes: int = 64 << 20, *, has_tenants: bool = True) -> HitCurves:
+    return HitCurves(
+        cast(Namespaces, FewNamespaces()),
+        ManualClock(),
+        dram_bytes=dram_bytes,
+        nvme_bytes=1 << 30,
+        has_tenants=has_tenants,
+    )
 
 
 def acquire(namespace: int, label: str, **more: object) -> Acquire:
@@ -46,6 +51,12 @@ def test_each_tenant_has_its_curve_and_all_have_one() -> None:
     assert whole["points"][-1][1] == 16 / 32
     assert two["points"] == []
     assert (told["dram_bytes"], told["nvme_bytes"]) == (64 << 20, 1 << 30)
+
+
+def test_a_daemon_of_one_tenant_keeps_one_curve() -> None:
+    curves = curves_of(has_tenants=False)
+    curves.on_acquire(acquire(1, "a"))
+    assert [one["tenant"] for one in curves.told()["curves"]] == [""]
 
 
 def test_slices_after_the_first_and_what_engines_skip_do_not_count() -> None:

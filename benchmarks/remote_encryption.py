@@ -9,7 +9,6 @@ process a block of 2 MiB, medians, and the ratio of sealed to plain in each roun
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import numpy as np
 
 from kvtier.cli.bench_servers import redis_binary, redis_server
 from kvtier.cli.bench_tiers_remote import FINGERPRINT, MakeEngine, RemoteSide
+from kvtier.cli.environment import describe
 from kvtier.memory import Bytes
 from kvtier.pools.key_file import new_key
 from kvtier.pools.remote.files import FilesEngine, FilesSettings, prepare_root
@@ -48,7 +48,7 @@ def main() -> int:
             with redis_server(binary, Path(folder)) as port:
                 address = RedisSettings((("127.0.0.1", port),))
                 figures["redis"] = _measure(lambda buffers: RedisEngine(address, buffers=buffers))
-    figures |= {"rounds": ROUNDS, "load_average": os.getloadavg()[0]}
+    figures |= {"rounds": ROUNDS, "environment": describe()}
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     return 0
 

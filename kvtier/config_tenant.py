@@ -120,7 +120,8 @@ class TenantConfig:
     calls_per_second: int = option(
         0,
         Count(0, 1_000_000),
-        "More calls in a second, a second's worth of them at once, are refused (LimitExceeded). "
+        "More calls in a second, a second's worth of them at once, are refused (LimitExceeded); "
+        "Commit, Abort and Release, which give back what was taken, only a second's worth later. "
         "0: as many as come.",
     )
 

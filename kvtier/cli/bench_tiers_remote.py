@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,7 +53,7 @@ class RemoteSide:
         targets: Blocks,
     ) -> None:
         """Raises what `make_engine` raises."""
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # The daemon's.
+        self._loop = uvloop.new_event_loop()  # The daemon's. A Runner takes 0.1 ms a call.
         buffers, clock = Buffers(), SystemClock()
         self._threads = IoThreads("bench-codec", count=min(CODEC_THREADS_MAX, os.cpu_count() or 1))
 
@@ -70,7 +69,7 @@ class RemoteSide:
                 buffers=buffers,
             )
 
-        self._blocks = self._runner.run(make())
+        self._blocks = self._loop.run_until_complete(make())
         hashes = [BlockHash(b"%032d" % number) for number in range(len(sources))]
         self._sources = [
             BlockViews(block, [view], block_checksum([view]))
@@ -82,21 +81,25 @@ class RemoteSide:
 
     def put(self, numbers: Sequence[int]) -> None:
         blocks = [self._sources[one] for one in numbers]
-        _assert_done(self._runner.run(self._blocks.put(blocks, timeout_seconds=_SECONDS)))
+        _assert_done(
+            self._loop.run_until_complete(self._blocks.put(blocks, timeout_seconds=_SECONDS))
+        )
 
     def get(self, numbers: Sequence[int]) -> None:
         blocks = [self._targets[one] for one in numbers]
-        got = self._runner.run(self._blocks.get(blocks, timeout_seconds=_SECONDS))
+        got = self._loop.run_until_complete(self._blocks.get(blocks, timeout_seconds=_SECONDS))
         _assert_done(got.endings)
 
     def forget(self, numbers: Sequence[int]) -> None:
         hashes = [self._sources[one].block for one in numbers]
-        _assert_done(self._runner.run(self._blocks.delete(hashes, timeout_seconds=_SECONDS)))
+        _assert_done(
+            self._loop.run_until_complete(self._blocks.delete(hashes, timeout_seconds=_SECONDS))
+        )
 
     def close(self) -> None:
-        self._runner.run(self._engine.close())
+        self._loop.run_until_complete(self._engine.close())
         self._threads.shutdown(wait=False)
-        self._runner.close()
+        self._loop.close()
 
 
 class RedisClientSide:

@@ -173,7 +173,7 @@ class Adoption:
 
     def _on_free(self, event: ev.FreeAdopted, now: float) -> list[ins.Instruction]:
         self._let_go(event.namespace, self._void_places(event.namespace, event.slots))
-        return [*self._shares.drop_idle_sets(), ins.WriteGone(event.namespace, event.slots)]
+        return [*self._shares.drop_idle_sets(now), ins.WriteGone(event.namespace, event.slots)]
 
     def _on_ended(self, event: ev.AdoptionEnded, now: float) -> list[ins.Instruction]:
         self._is_reading = False

@@ -10,6 +10,7 @@ import numpy as np
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
+from kvtier.core.index import NOBODY
 from kvtier.core.ladder import Ladder
 from kvtier.core.replica import Places, ReplicaState
 from kvtier.core.residency import Residency
@@ -44,11 +45,11 @@ class Committing:
             raise BadRequest(f"{len(event.hashes)} hashes for {len(event.slots)} slots")
         start, stop = event.done_count, event.done_count + self._config.slice_blocks
         # In each slice again: since the last one the session may have ended or aborted its slots.
-        self._require_reserved(event.session, residency, event.slots[start:])
+        places = self._require_reserved(event.session, residency, event.slots[start:])
         self._shares.note_use(event.namespace, now)
         done = residency.commit(
             event.hashes[start:stop],
-            residency.tier.allocator.places_of(event.slots[start:stop]),
+            places[: stop - start],
             parent=event.hashes[start - 1] if start else event.parent,
             void=event.epoch != residency.epoch,
             now=now,
@@ -86,18 +87,29 @@ class Committing:
 
     def abort(self, event: ev.Abort, now: float) -> list[ins.Instruction]:
         residency = self._namespaces[event.namespace]
-        self._require_reserved(event.session, residency, event.slots)
-        residency.tier.abort(residency.tier.allocator.places_of(event.slots))
+        places = self._require_reserved(event.session, residency, event.slots)
+        there = places != NOBODY
+        residency.tier.abort(places[there])
         return [
-            ins.WriteGone(event.namespace, event.slots),
+            ins.WriteGone(event.namespace, event.slots[there]),
             ins.Aborted(len(event.slots)),
         ]
 
-    def _require_reserved(self, session: SessionId, residency: Residency, slots: ev.Slots) -> None:
+    def _require_reserved(
+        self, session: SessionId, residency: Residency, slots: ev.Slots
+    ) -> Places:
+        """The places of slots that the session is filling. NOBODY is where one of a set was that
+        has been withdrawn and dropped meanwhile: whose it was nobody knows, and nobody needs to."""
         if session != DAEMON_SESSION:
             self._engines.require_live(session)
         allocator = residency.tier.allocator
-        places = allocator.places_of(slots)
+        try:
+            found = places = allocator.places_of(slots)
+        except NotReserved:
+            there = ~self._shares.are_gone(slots)
+            found = np.full(len(slots), NOBODY, dtype=np.int32)
+            slots = slots[there]
+            found[there] = places = allocator.places_of(slots)
         # Not by sorting: a long list takes 30 times as long.
         named = np.zeros(allocator.place_count, dtype=np.bool_)
         named[places] = True
@@ -109,6 +121,7 @@ class Committing:
                 f"slot {int(slots[foreign[0]])} is not reserved by this session (any more): "
                 "commit or abort each reserved slot once"
             )
+        return found
 
     def checksums_computed(self, event: ev.ChecksumsComputed, now: float) -> list[ins.Instruction]:
         residency = self._namespaces[event.namespace]

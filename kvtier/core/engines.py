@@ -145,6 +145,14 @@ class EngineTable:
             for session in self._sessions.values()
         )
 
+    def may_write_late(self, session: SessionId, now: float) -> bool:
+        """Whether DMA into the session's slots may be under way although nobody maps them: its
+        engine has lost a process a moment ago, or nobody knows the session."""
+        found = self._sessions.get(session)
+        return found is None or any(
+            one.harmless_at > now for one in self._processes[found.engine].values()
+        )
+
     def is_quarantined(self, session: SessionId) -> bool:
         return session in self._quarantines
 

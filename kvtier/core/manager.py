@@ -257,7 +257,7 @@ class BlockManager:
         self._finish_quarantines(now)
         return [
             ins.AcknowledgeQuiet(event.session, event.about),
-            *self._shares.drop_idle_sets(),
+            *self._shares.drop_idle_sets(now),
         ]
 
     def _end_session(self, session: SessionId, now: float) -> list[ins.Instruction]:
@@ -279,7 +279,7 @@ class BlockManager:
         if self._engines.is_engine_gone(engine):
             self._granting.end_engine(engine)
         self._finish_quarantines(now)
-        return [*_quiet_requests(asked), *self._shares.drop_idle_sets()]
+        return [*_quiet_requests(asked), *self._shares.drop_idle_sets(now)]
 
     def _finish_quarantines(self, now: float) -> None:
         for session in self._engines.take_finished(now):
@@ -383,7 +383,7 @@ class BlockManager:
         found = self._ladder.forget_some(now)
         if found is not None:
             return [*found, ins.Continue(event)]
-        return [*self._shares.drop_idle_sets(), *self._move(now)]
+        return [*self._shares.drop_idle_sets(now), *self._move(now)]
 
     def _on_tick(self, event: ev.Tick, now: float) -> list[ins.Instruction]:
         waits = self._granting.end_waits(now)
@@ -394,7 +394,7 @@ class BlockManager:
             *_quiet_requests(self._engines.ask_again()),
             *self._shares.keep_watermarks(),
             *self._learning.begin(),
-            *self._shares.drop_idle_sets(),
+            *self._shares.drop_idle_sets(now),
             *self._move(now),
         ]
 
@@ -446,6 +446,7 @@ class BlockManager:
     def _sweep_is_due(self, now: float) -> bool:
         return (
             self._adoption.is_due(now)
+            or self._shares.empties_sets
             or self._ladder.forgets_something(now)
             or any(residency.sweep_pending for residency in self._namespaces.values())
         )

@@ -162,7 +162,7 @@ class Residency:
         """Publish reserved slots under `hashes`, which follow `parent` and one another, or nothing
         in an unchained namespace; frees those not needed."""
         outcomes = bytearray(len(hashes))
-        is_void = (self.tier.state[places] == ReplicaState.GONE).tolist()
+        is_void = self.tier.are_gone(places).tolist()
         row_of = self.index.row_of
         chained = self.facts.chained
         parent = parent if chained else None
@@ -197,7 +197,7 @@ class Residency:
         self._insert(run, places, now)
         self.touch(np.array(present, dtype=np.int32), now)
         ready = places[np.array(positions, dtype=np.int64)]
-        rejected = np.ones(len(places), dtype=np.bool_)
+        rejected = places != NOBODY
         rejected[positions] = False
         self.tier.abort(places[rejected])
         return CommittedSlice(

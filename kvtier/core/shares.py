@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
@@ -19,6 +20,7 @@ from kvtier.core.replica import Places
 from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.slabs import SlabLedger, SlabSet
+from kvtier.core.slots import Slots
 from kvtier.core.tiers import Watermarks
 from kvtier.types import (
     BlockHash,
@@ -59,14 +61,7 @@ class Shares:
     def on_slab_populated(self, event: ev.SlabPopulated, now: float) -> list[ins.Instruction]:
         self._ledger.put(event.slab, event.node)
         self._populated_at = now
-        found: list[ins.Instruction] = []
-        for namespace in self._balance.poorest_first(self._wanting, now):
-            residency = self._namespaces[namespace]
-            grown = self._grow(residency, now)
-            if not grown and self._ledger.pending_count and self._balance.may_grow(residency):
-                break  # It needs more slabs at once, and they are on their way.
-            found.extend(grown)
-        return found
+        return self._hand_out(now)
 
     def on_slab_mapped(self, event: ev.SlabMapped, now: float) -> list[ins.Instruction]:
         one = self._ledger.set_with(event.slab)
@@ -82,7 +77,7 @@ class Shares:
             return []
         one.note_unmapped(event.slab, event.session)
         self.forget_mappings()
-        return self.drop_idle_sets()
+        return self.drop_idle_sets(now)
 
     def on_namespace_joined(self, event: ev.NamespaceJoined, now: float) -> list[ins.Instruction]:
         session = self._engines.require_live(event.session)
@@ -100,7 +95,7 @@ class Shares:
         ]
         if not self._ledger.sets_of(event.namespace):
             self._wanting[event.namespace] = None
-            found.extend(self._grow(residency, now, session.node))
+            found.extend(self._hand_out(now, event.namespace, session.node))
             found.extend(self._rebalance(residency, now))
         return found
 
@@ -108,7 +103,12 @@ class Shares:
         one = self._ledger.sets.get(event.slab_set)
         if one is None or one.withdrawn:
             return []
-        return self._withdraw(one)
+        return [*self._withdraw(one, now), ins.Continue(ev.SweepVoid())]
+
+    @property
+    def empties_sets(self) -> bool:
+        """Whether `empty_withdrawn` has something to do."""
+        return any(one.withdrawn and not one.is_void() for one in self._ledger.sets.values())
 
     def empty_withdrawn(self) -> list[ins.Instruction] | None:
         """Void a slice of a withdrawn set's slots; None when there is nothing left to void."""
@@ -130,16 +130,28 @@ class Shares:
         self._usable_sets.clear()
         self._near_sets.clear()
 
-    def drop_idle_sets(self) -> list[ins.Instruction]:
+    def drop_idle_sets(self, now: float) -> list[ins.Instruction]:
         """Give up withdrawn sets that nobody maps and whose slots are all free."""
         found: list[ins.Instruction] = []
         for one in list(self._ledger.sets.values()):
-            allocator = self._namespaces[one.namespace].tier.allocator
-            if one.is_void() and not one.is_held() and allocator.is_idle(one.slab_set):
+            if not one.is_void() or one.is_held():
+                continue
+            tier = self._namespaces[one.namespace].tier
+            allocator = tier.allocator
+            if not allocator.is_idle(one.slab_set):
+                # Who was filling a slot cannot write there any more, so that nobody can keep a
+                # slab by leaving one slot of it uncommitted.
+                late = [it for it in tier.reserved_by if self._engines.may_write_late(it, now)]
+                tier.end_reservations(allocator.places_of_set(one.slab_set), but_of=late)
+            if allocator.is_idle(one.slab_set):
                 allocator.remove_set(one.slab_set)
                 self._ledger.remove(one.slab_set)
                 found.append(ins.DropSlabs(one.slab_set, one.slabs))
         return found
+
+    def are_gone(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these slots were of sets that have been dropped."""
+        return self._ledger.are_gone(slots)
 
     def note_use(self, namespace: NamespaceId, now: float) -> None:
         self._balance.note_use(namespace, now)
@@ -190,7 +202,7 @@ class Shares:
         free_count = tier.allocator.free_count_in(usable)
         if free_count < event.count:
             self._wanting[event.namespace] = None
-            found.extend(self._grow(residency, now, node))
+            found.extend(self._hand_out(now, event.namespace, node))
             free_count = tier.allocator.free_count_in(usable)
         stock_count_max = self._stock_count_max(residency, now)
         held_count = tier.reserved_by.get(event.session, 0)
@@ -225,8 +237,10 @@ class Shares:
         found = self._grow_near(residency, node, count, now)
         if tier.allocator.free_count_in(usable) < count:
             self._wanting[residency.facts.namespace] = None
-            found.extend(self._grow(residency, now, node))
+            found.extend(self._hand_out(now, residency.facts.namespace, node))
             missing = count - tier.allocator.free_count_in(usable)
+            if missing > 0 and not self._growth_expected(residency, usable, now):
+                found.extend(self._rebalance(residency, now)[:-1])  # The next sweep empties it.
             hashes = residency.evict(missing) if missing > 0 else []
             if hashes:
                 found.append(_made_room(residency, hashes))
@@ -291,7 +305,26 @@ class Shares:
             return []
         if residency.tier.allocator.free_count_in(self._near(residency, node)) >= count:
             return []
+        if not self._balance.is_owed(residency, now):
+            return []  # Who is poorer may be waiting for it.
         return self._grow(residency, now, node)
+
+    def _hand_out(
+        self, now: float, asking: NamespaceId | None = None, node: int | None = None
+    ) -> list[ins.Instruction]:
+        """The stock goes to those who want it, the poorest first; `asking` would have it on
+        `node`."""
+        found: list[ins.Instruction] = []
+        if not self._ledger.stock:
+            return found
+        for namespace in self._balance.poorest_first(self._wanting, now):
+            residency = self._namespaces[namespace]
+            grown = self._grow(residency, now, node if namespace == asking else None)
+            is_coming = self._ledger.pending_count or self._balance.promised_count(namespace, now)
+            if not grown and is_coming and self._balance.may_grow(residency):
+                break  # It needs more slabs at once, and they are on their way.
+            found.extend(grown)
+        return found
 
     def _grow(
         self, residency: Residency, now: float, node: int | None = None
@@ -382,21 +415,28 @@ class Shares:
         ]
 
     def _rebalance(self, residency: Residency, now: float) -> list[ins.Instruction]:
-        """Take a set from who has more than its fair share, if this namespace has less: from
-        another tenant first."""
-        ledger = self._ledger
-        waiting = (
-            ledger.pending_count and self._populated_at > now - self._config.growth_wait_seconds
-        )
-        if waiting or any(one.withdrawn for one in ledger.sets.values()):
-            return []
-        victim = self._balance.victim(residency, now)
-        return [] if victim is None else self._withdraw(ledger.sets_of(victim)[-1])
+        """Take one set's worth from who has more than its fair share, if this namespace has less:
+        from another tenant first."""
+        ledger, facts = self._ledger, residency.facts
+        found: list[ins.Instruction] = []
+        if ledger.pending_count and self._populated_at > now - self._config.growth_wait_seconds:
+            return found
+        first_count = len(ledger.stock) + self._balance.promised_count(facts.namespace, now)
+        coming_count = first_count
+        while coming_count < facts.shard_count:
+            one = self._balance.victim(residency, now)
+            if one is None:
+                break
+            found.extend(self._withdraw(one, now, facts.namespace))
+            coming_count += len(one.slabs)
+        return found if coming_count == first_count else [*found, ins.Continue(ev.SweepVoid())]
 
-    def _withdraw(self, one: SlabSet) -> list[ins.Instruction]:
+    def _withdraw(
+        self, one: SlabSet, now: float, promised_to: NamespaceId | None = None
+    ) -> list[ins.Instruction]:
         residency = self._namespaces[one.namespace]
         allocator = residency.tier.allocator
-        one.withdrawn = True
+        one.withdrawn, one.withdrawn_at, one.promised_to = True, now, promised_to
         allocator.withdraw(one.slab_set)
         self.forget_mappings()
         found: list[ins.Instruction] = []
@@ -408,7 +448,7 @@ class Shares:
             for owner in owners.tolist()
             if owner > DAEMON_SESSION
         )
-        return [*found, ins.Continue(ev.SweepVoid())]
+        return found
 
 
 def _made_room(residency: Residency, hashes: Sequence[BlockHash]) -> ins.Instruction:

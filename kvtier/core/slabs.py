@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.slots import Slots
 from kvtier.types import NamespaceId, SessionId, SlabId, SlabSetId
 
 
@@ -22,6 +26,8 @@ class SlabSet:
     bound_at: float
     node: int | None = None  # That all of its slabs lie on; None when that may be any.
     withdrawn: bool = False
+    withdrawn_at: float = 0.0
+    promised_to: NamespaceId | None = None  # For whom it was withdrawn.
     voided_count: int = 0  # Of a withdrawn set: slots whose replicas were voided so far.
     mapped_by: dict[SlabId, dict[SessionId, None]] = field(default_factory=dict)
     # Sessions that were offered the slab and have not answered: they may map it any moment.
@@ -153,6 +159,13 @@ class SlabLedger:
 
     def sets_of(self, namespace: NamespaceId) -> list[SlabSet]:
         return [one for one in self.sets.values() if one.namespace == namespace]
+
+    def are_gone(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these slots were of sets that have been dropped: numbers are given once."""
+        gone = slots < self._next_slot
+        for one in self.sets.values():
+            gone &= (slots < one.slot_first) | (slots >= one.slot_first + one.slot_count)
+        return gone
 
     def remove(self, slab_set: SlabSetId) -> None:
         """Forget a set; its slabs leave the ledger (the pool will populate fresh ones)."""

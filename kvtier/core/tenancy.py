@@ -104,7 +104,7 @@ class Tenancy:
             )
             for tenant, one in active.items()
         }
-        return kept | divide(left, mine)
+        return kept | {name: round(one, 6) for name, one in divide(left, mine).items()}
 
 
 class Turns:

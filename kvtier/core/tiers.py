@@ -104,6 +104,11 @@ class MemoryTier:
         self._disown(places)
         self.free_idle(places)
 
+    def end_reservations(self, places: Places, *, but_of: Collection[SessionId]) -> None:
+        """Of these slots free those that sessions of engines were filling, but for some of them."""
+        owner = self.owner[places]
+        self.abort(places[(owner > DAEMON_OWNER) & ~np.isin(owner, list(but_of))])
+
     def places_reserved_by(self, session: SessionId) -> Places:
         return np.flatnonzero(self.owner == session).astype(np.int32)
 
@@ -183,6 +188,12 @@ class MemoryTier:
             return np.zeros(len(places), dtype=np.bool_)
         ready: npt.NDArray[np.bool_] = (self.state[places] == ReplicaState.READY) & (places >= 0)
         return ready
+
+    def are_gone(self, places: Places) -> npt.NDArray[np.bool_]:
+        """Where nothing is committed any more; True for NOBODY, a slot whose set is gone."""
+        gone: npt.NDArray[np.bool_] = places == NOBODY
+        gone[~gone] = self.state[places[~gone]] == ReplicaState.GONE
+        return gone
 
     def is_pinned(self, place: int) -> bool:
         return bool(self.lease_pins[place] or self.transfer_pins[place])

@@ -38,15 +38,19 @@ class CallLimits:
         if self._active[tenant] > self.calls_max:
             raise LimitExceeded(f"{self.calls_max} calls are under way (grpc.calls_max)")
 
-    def may_begin(self, tenant: str, now: float) -> bool:
-        """Whether the tenant's rate allows one more call; it is counted then."""
+    def may_begin(self, tenant: str, now: float, *, gives_back: bool = False) -> bool:
+        """Whether the tenant's rate allows one more call; it is counted then.
+
+        One that gives back what another call took may be a second ahead of the rate: were it
+        refused, slots and leases would stay taken, of others' share too.
+        """
         rate = self._rates.get(tenant)
         if rate is None:
             return True
         earned = (now - self._told_at.get(tenant, now)) * rate
         self._told_at[tenant] = now
         left = min(float(rate), self._left[tenant] + earned)
-        is_allowed = left >= 1.0
+        is_allowed = left >= (1.0 - rate if gives_back else 1.0)
         self._left[tenant] = left - is_allowed
         return is_allowed
 

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 SERVICE = "kvtier.v1.KVTier"
 # A client that asks again at once, and again, would cost as much as one whose calls are answered.
 REFUSED_SECONDS = 0.02
+_GIVING_BACK = frozenset({"Commit", "Abort", "Release"})
 _NAMED = frozenset({"Match", "Acquire"})  # Calls that may name the engine's request.
 
 M = TypeVar("M", bound=Message)
@@ -150,7 +151,8 @@ class Calls:
         mark = logs.request_id.set(_request_id_of(request)) if name in _NAMED else None
         try:
             with self.limits.under_way(origin.tenant):
-                if not self.limits.may_begin(origin.tenant, started):
+                gives_back = name in _GIVING_BACK
+                if not self.limits.may_begin(origin.tenant, started, gives_back=gives_back):
                     self._metrics.tenants.refused_calls.labels(origin.tenant).inc()
                     await asyncio.sleep(REFUSED_SECONDS)
                     raise self.limits.refusal(origin.tenant)

@@ -188,7 +188,8 @@ def test_blocks_come_back_after_the_daemon_was_killed(loaded: LoadSimulation) ->
     """Last: nothing of the daemon above is left afterwards."""
     stood_count, back_count = loaded.crash()
     assert stood_count > 100
-    assert back_count >= 0.95 * stood_count
+    # The last write of the table may be torn: what has moved to another page since is lost then.
+    assert back_count >= 0.9 * stood_count
     loaded.world.check([])
 
 

@@ -91,11 +91,12 @@ class FakeEngine:
         shard_count: int,
         together: bool,
         node: int | None = None,
+        tenant: str = "",
     ) -> None:
         """`together`: one process is scheduler and worker of the only shard."""
         self.world = world
         self.node = node  # Nearest to its device, as its workers say.
-        self.id = engine_id(number)
+        self.tenant, self.id = tenant, engine_id(number)
         self.tally = Tally()
         if together:
             assert shard_count == 1
@@ -139,6 +140,7 @@ class FakeEngine:
                 process.shards,
                 replaces=replaces,
                 node=self.node if process.shards else None,
+                tenant=self.tenant,
             )
         )
         for namespace in world.namespaces:
@@ -422,7 +424,8 @@ class FakeEngine:
 
     def _join(self, session: SessionId, namespace: NamespaceId) -> None:
         record = self.world.namespaces[namespace]
-        if record.is_open and record.shard_count == len(self.workers):
+        is_right_one = (record.tenant, record.shard_count) == (self.tenant, len(self.workers))
+        if record.is_open and is_right_one:
             self.world.run_quietly(ev.NamespaceJoined(session, namespace))
 
     def _assert_segments_mapped(self, slots: list[int]) -> None:

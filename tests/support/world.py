@@ -70,6 +70,7 @@ class NamespaceRecord:
     slot_bytes: int
     epoch: int
     fingerprint: bytes
+    tenant: str = ""
     is_open: bool = False
     in_memory: set[BlockHash] = field(default_factory=set)
     below: dict[TierName, set[BlockHash]] = field(default_factory=lambda: defaultdict(set))
@@ -223,7 +224,7 @@ class World:
         record = self.namespaces.get(namespace)
         if record is None:
             name = b"namespace-%06d" % namespace
-            record = NamespaceRecord(shard_count, slot_bytes, self.new_epoch(), name)
+            record = NamespaceRecord(shard_count, slot_bytes, self.new_epoch(), name, tenant)
         self.namespaces[namespace], record.is_open = record, True
         self.run_quietly(
             ev.NamespaceOpened(

@@ -33,3 +33,11 @@ def test_calls_under_way_are_each_tenants_own() -> None:
         with limits.under_way("blue"):
             limits.check_room("blue")
     assert limits.active_count == 0
+
+
+def test_what_was_taken_can_be_given_back_when_no_more_may_be_taken() -> None:
+    limits = CallLimits(calls_max=10, rates={"red": 10})
+    assert count_admitted(limits, "red", asked=50, now=0.0) == 10
+    given = sum(limits.may_begin("red", 0.0, gives_back=True) for _ in range(50))
+    assert given == 10, "a second's worth, for this too is bounded"
+    assert count_admitted(limits, "red", asked=50, now=0.9) == 0, "it is paid for afterwards"

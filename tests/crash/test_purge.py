@@ -27,7 +27,8 @@ from tests.support.tenant_daemon import Tenants, running_tenants
 
 POINTS = [
     *("begin counting", "begin voiding", "begin dram", "add dram", "begin cxl", "add cxl"),
-    *("begin nvme", "add nvme", "begin remote", "add remote", "begin books", "begin report"),
+    *("begin nvme", "add nvme", "term nvme", "begin remote", "add remote"),
+    *("begin books", "begin report"),
 ]
 # One after the other, in one purge: each life gets a little further than the one before.
 SHORT = [["add dram", "add nvme", "add remote"]]

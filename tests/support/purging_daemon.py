@@ -2,7 +2,8 @@
 
 Used as a program. The file $KVTIER_TEST_KILL has one line for each life that is to end so: `begin
 STEP`, as that step begins, or `add STEP`, when it has erased something for the first time; `term
-STEP` is then an orderly end. The line is taken out before the end. Clears among the nodes take less time than they should.
+STEP` is then an orderly end. The line is taken out before the end. Clears among
+the nodes take less time than they should.
 """
 
 from __future__ import annotations

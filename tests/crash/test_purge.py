@@ -39,7 +39,7 @@ PATIENT = ClientSettings(
 REMOTE = 'kvtier_tier_blocks{tier="remote"}'
 NVME = 'kvtier_tier_blocks{tier="nvme"}'
 
-pytestmark = [pytest.mark.slow, pytest.mark.full_form]
+pytestmark = [pytest.mark.slow, pytest.mark.full_form, pytest.mark.timeout(600)]
 
 
 @dataclass

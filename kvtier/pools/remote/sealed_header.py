@@ -11,4 +11,4 @@ SEAL_BYTES = SEAL_HEADER_BYTES + TAG_BYTES
 
 
 def is_sealed(value: Bytes) -> bool:
-    return value.nbytes >= len(SEAL_MAGIC) and bytes(value[: len(SEAL_MAGIC)]) == SEAL_MAGIC
+    return value[: len(SEAL_MAGIC)].data == SEAL_MAGIC

@@ -316,6 +316,8 @@ def _read(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is no valid TOML: its values are nested too deep") from None
 
 
 def _merge(config: Config, tables: Mapping[str, object], *, from_text: bool) -> Config:

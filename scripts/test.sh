@@ -6,7 +6,7 @@ set -u
 
 python=${VENV:-.venv}/bin/python
 marks=$1
-waiting=(tests/crash tests/e2e)
+waiting=(tests/crash tests/e2e tests/attacks)
 moved=(
     tests/e2e/monitoring tests/e2e/test_fresh_install.py tests/e2e/client tests/e2e/engine
     tests/crash/test_clear.py

@@ -1,6 +1,7 @@
 """What loads over one link have taken lately, and what others would take; pure.
 
-Loads follow one another, so each takes what is left when the one before it has ended. Beside what
+Loads follow one another, so each takes what is left when the one before it has ended; loads that
+end at once, or that share the link, are measured together. Beside what
 each block takes a load has fixed costs (questions, the engine's steps): a line through what was
 measured tells the two apart, by least squares that forget.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.types import TierName
 
@@ -16,6 +18,12 @@ from kvtier.types import TierName
 RATE_WEIGHT = 0.2
 # Sizes that vary less than by this share of their mean tell nothing of fixed costs.
 SPREAD_MIN = 0.05
+# A load that ends so soon after the one before it, by what it should take, came along with it.
+AT_ONCE_SHARE = 0.05
+# So many loads at most are measured as one; and for so many ends after one that came before its
+# turn, loads share the link, and none of them tells by itself what it takes.
+GROUP_LOADS_MAX = 32
+SHARED_ENDS = 64
 
 Counts = Mapping[TierName, int]  # Blocks by the tier that they are in.
 
@@ -37,27 +45,45 @@ class Line:
     """Seconds by blocks."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._sums = _Sums()
+        self._group = 0, 0, 0.0  # What came together last: loads, blocks, seconds.
 
-    def note(self, block_count: int, seconds: float) -> None:
-        keep = 1.0 - RATE_WEIGHT
-        self._weight = keep * self._weight + 1.0
-        self._x = keep * self._x + block_count
-        self._y = keep * self._y + seconds
-        self._xx = keep * self._xx + block_count * block_count
-        self._xy = keep * self._xy + block_count * seconds
+    def note(self, block_count: int, seconds: float, *, together: bool = False) -> None:
+        """`together` with what was noted before: only what all of it took is known."""
+        if not together or self._group[0] >= GROUP_LOADS_MAX:
+            self._sums, self._group = self._with_group(), (0, 0, 0.0)
+        loads, blocks, total = self._group
+        self._group = loads + 1, blocks + block_count, total + seconds
 
     def seconds(self, block_count: int, load_count: int = 1) -> float | None:
         """Of so many blocks in so many loads; None before the first block."""
-        if self._x == 0:
+        sums = self._with_group()
+        if sums.x == 0:
             return None
-        x, y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - x * x
+        x, y = sums.x / sums.weight, sums.y / sums.weight
+        variance = sums.xx / sums.weight - x * x
         each = y / x
         if variance > (SPREAD_MIN * x) ** 2:
-            slope = (self._xy / self._weight - x * y) / variance
+            slope = (sums.xy / sums.weight - x * y) / variance
             each = min(each, max(0.0, slope))  # Neither part is ever below 0.
         return load_count * (y - each * x) + each * block_count
+
+    def _with_group(self) -> _Sums:
+        count, x, y = self._group
+        if not count:
+            return self._sums
+        keep = (1.0 - RATE_WEIGHT) ** count
+        weight, *others = (keep * one for one in self._sums)
+        added = (x, y, x * x / count, x * y / count)
+        return _Sums(weight + count, *map(sum, zip(others, added, strict=True)))
+
+
+class _Sums(NamedTuple):
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +105,7 @@ class Link:
         self._queued_loads = dict.fromkeys(TierName, 0)
         self._queued_blocks = dict.fromkeys(TierName, 0)
         self._time = LinkTime()
+        self._shared_ends = 0  # Above 0: loads do not end in their order.
 
     @property
     def queued_count(self) -> int:
@@ -88,9 +115,13 @@ class Link:
     def is_known(self, counts: Counts) -> bool:
         return all(tier in self._first or tier in self._lines for tier in counts)
 
-    def seconds(self, counts: Counts) -> float:
-        """What these take with nobody before them."""
-        return sum(self._tier_seconds(tier, count) for tier, count in counts.items())
+    def queued(self, tier: TierName) -> tuple[int, int]:
+        """Loads and blocks of this tier that are asked for."""
+        return self._queued_loads[tier], self._queued_blocks[tier]
+
+    def seconds(self, counts: Counts, load_count: int = 1) -> float:
+        """What these take, in so many loads, with nobody before them."""
+        return sum(self._tier_seconds(tier, count, load_count) for tier, count in counts.items())
 
     def queued_seconds(self, now: float) -> float:
         """Until all has come that is asked for.
@@ -101,13 +132,15 @@ class Link:
         first = next(iter(self._queued), None)
         if first is None:
             return 0.0
+        elapsed = now - max(first.began_at, self._time.free_at)
         seconds = sum(
             self._tier_seconds(tier, self._queued_blocks[tier], load_count)
             for tier, load_count in self._queued_loads.items()
             if load_count
         )
+        if self._shared_ends:
+            return max(elapsed, seconds)  # Whoever comes to share slows those down, too.
         first_seconds = self.seconds(first.counts)
-        elapsed = now - max(first.began_at, self._time.free_at)
         if elapsed <= first_seconds or first_seconds == 0:
             return seconds - min(elapsed, first_seconds)
         return (seconds - first_seconds) * elapsed / first_seconds
@@ -126,16 +159,22 @@ class Link:
 
         Of several tiers at once, the lowest has taken what the others are not known to take.
         """
+        is_overtaking = next(iter(self._queued)) is not load
         del self._queued[load]
         for tier, count in load.counts.items():
             self._queued_loads[tier] -= 1
             self._queued_blocks[tier] -= count
         if not came:
             return
+        overlaps = load.began_at < self._time.free_at
         seconds = self._time.take(load.began_at, now)
+        self._shared_ends = SHARED_ENDS if is_overtaking else max(0, self._shared_ends - 1)
         *others, lowest = (tier for tier in TierName if tier in came)
         seconds -= sum(self._tier_seconds(tier, came[tier]) for tier in others)
-        self._lines.setdefault(lowest, Line()).note(came[lowest], max(0.0, seconds))
+        expected = self._tier_seconds(lowest, came[lowest])
+        together = overlaps and (self._shared_ends > 0 or seconds < AT_ONCE_SHARE * expected)
+        line = self._lines.setdefault(lowest, Line())
+        line.note(came[lowest], max(0.0, seconds), together=together)
 
     def _tier_seconds(self, tier: TierName, block_count: int, load_count: int = 1) -> float:
         line = self._lines.get(tier)

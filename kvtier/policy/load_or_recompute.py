@@ -4,11 +4,14 @@ A load has two parts: blocks of lower tiers are promoted, then all are copied to
 are measured where they happen (link.py), and so is what a token of a prefill takes. To load the
 first d of n blocks is to take
 
-    cost(d) = queue + promoting(d) + copying(d) + (n - d) * tokens of a block * seconds a token
+    cost(d) = max(queue + promoting(d), queue of copies) + copying(d)
+              + (n - d) * tokens of a block * seconds a token
 
-Within a run of blocks of one tier that is a line in d, so it is least at an end of the run: only
-these are compared, and 0, where nothing is loaded and no queue waited for. (That a token costs more
-the further back it reads is left out: what is computed are the last blocks.)
+Copies wait for those of all that were told to load before, also of those whose blocks still are
+being promoted. Within a run of blocks of one tier that is a line in d, so it is least at an end of
+the run: only these are compared, and 0, where nothing is loaded and no queue waited for. (That a
+token costs more the further back it reads is left out: what is computed are the last blocks. So is
+what others wait for the engine while it computes for this one.)
 
 Until the engine has said how long it computes, all is loaded. What is avoided is tried again as
 retries.py says, as deep as that pays for. Each choice is counted, and so is its regret once the
@@ -106,7 +109,7 @@ class LoadRule:
         block_count = sum(count for _, count in runs)
         depth, queues = block_count, _NO_QUEUES
         if wish is not OnboardWish.ALWAYS and self.token_seconds is not None:
-            queues = _Queues(self.promoting.queued_seconds(now), self.copying.queued_seconds(now))
+            queues = _Queues(self.promoting.queued_seconds(now), self._copying_seconds(now))
         if wish is OnboardWish.NEVER:
             depth = 0
         elif wish is OnboardWish.AUTO and self.token_seconds is not None:
@@ -142,6 +145,16 @@ class LoadRule:
             self.counts[choice.made] -= 1
             self.avoided_count -= choice.block_count - choice.depth
 
+    def _copying_seconds(self, now: float) -> float:
+        """Until the link to the engine is free of all that was told to load."""
+        depths = [one.depth for one in self._open.values() if one.depth]
+        begun_count, begun_blocks = self.copying.queued(TierName.DRAM)
+        load_count, block_count = len(depths) - begun_count, sum(depths) - begun_blocks
+        seconds = self.copying.queued_seconds(now)
+        if load_count <= 0 or block_count <= 0:
+            return seconds
+        return seconds + self.copying.seconds(copied(block_count), load_count)
+
     def _cheapest(self, runs: Runs, block_count: int, queues: _Queues) -> int:
         depths, end = [0], 0
         for _, count in runs:
@@ -176,10 +189,10 @@ class LoadRule:
     def _loaded_seconds(self, runs: Runs, depth: int, queues: _Queues) -> float:
         if depth == 0:
             return 0.0
-        seconds = queues.copying + self.copying.seconds(copied(depth))
+        seconds = queues.copying
         if lower := lower_counts(runs, depth):
-            seconds += queues.promoting + self.promoting.seconds(lower)
-        return seconds
+            seconds = max(seconds, queues.promoting + self.promoting.seconds(lower))
+        return seconds + self.copying.seconds(copied(depth))
 
 
 def copied(block_count: int) -> Counts:

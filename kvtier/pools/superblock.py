@@ -42,6 +42,8 @@ SEQUENCES_PER_LIFE_BITS = 40
 # Slots smaller than 64 KiB leave room in a segment unused; more rows cost 128 bytes each.
 ROW_COUNT_MAX = 4096
 _SEGMENT_ALIGN_BYTES = 2 << 20
+# Slots have numbers of 32 bits.
+_SEGMENT_BYTES_MAX, _SEGMENT_COUNT_MAX = 1 << 32, 1 << 20
 
 # magic, version, reader_version_min, flags, pool id, generation, life, revision, segment bytes,
 # segment count, row count, path index, path count, recency count, recency checksum.
@@ -58,6 +60,18 @@ class Geometry:
     segment_count: int  # Of this file.
     row_count_max: int
     path_count: int
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether anybody could have formatted a path so."""
+        return (
+            0 < self.segment_bytes <= _SEGMENT_BYTES_MAX
+            and self.segment_bytes % PAD_BYTES == 0
+            and 0 < self.segment_count <= _SEGMENT_COUNT_MAX
+            and 0 < self.row_count_max <= ROW_COUNT_MAX
+            and self.row_count_max * ENTRY_BYTES % PAD_BYTES == 0
+            and self.path_count > 0
+        )
 
     @property
     def table_first(self) -> int:
@@ -134,7 +148,7 @@ class Superblock:
 
 
 def parse_superblock(raw: bytes) -> Superblock | None:
-    """One copy; None when it is no superblock, or not a whole one."""
+    """One copy; None when it is no superblock, not a whole one, or of a pool that cannot be."""
     if len(raw) != SUPERBLOCK_BYTES or not raw.startswith(MAGIC):
         return None
     body, (crc,) = raw[: -_CRC.size], _CRC.unpack(raw[-_CRC.size :])
@@ -143,10 +157,13 @@ def parse_superblock(raw: bytes) -> Superblock | None:
     fields = _FIELDS.unpack_from(raw)
     _, version, reader_min, flags, pool_id, generation, life, revision = fields[:8]
     segment_bytes, segment_count, row_count, path_index, path_count = fields[8:13]
+    geometry = Geometry(segment_bytes, segment_count, row_count, path_count)
+    if not (geometry.is_possible and path_index < path_count and life < LIFE_MAX):
+        return None
     return Superblock(
         pool_id=pool_id,
         generation=generation,
-        geometry=Geometry(segment_bytes, segment_count, row_count, path_count),
+        geometry=geometry,
         path_index=path_index,
         life=life,
         revision=revision,

@@ -35,6 +35,11 @@ _HEAD = struct.Struct("<4sII")
 _BATCH = struct.Struct(f"<QI{DIGEST_BYTES}s")
 _HEADER_BYTES_MAX = 1 << 20
 _BATCH_BYTES_MAX = 1 << 28
+# What bytes that stand for no events may raise while they are taken for some.
+_NO_EVENTS = (
+    *(zlib.error, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
+    *(SyntaxError, AssertionError, BadRequest),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +136,7 @@ class RecordingFile:
             if zlib.crc32(body) != check:
                 raise BadRequest(self._damaged(at, event_next))
             if kind == END:
-                said = json.loads(body)
-                self.end = End(str(said["reason"]), int(said["events"]))
+                self.end = self._end(body)
                 return
             batch = self._batch(body)
             if batch.event_first != event_next:
@@ -147,14 +151,23 @@ class RecordingFile:
         self._file.close()
 
     def _batch(self, body: bytes) -> Batch:
+        if len(body) < _BATCH.size:
+            raise BadRequest(f"{self.path}: a batch of {len(body)} bytes has no head")
         event_first, event_count, digest = _BATCH.unpack_from(body)
         decoder = self._decoder
         try:
-            decoder.feed(zlib.decompress(body[_BATCH.size :]))
+            decoder.feed(_unpacked(body[_BATCH.size :]))
             events = [_recorded(decoder) for _ in range(event_count)]
-        except (zlib.error, ValueError, TypeError, BadRequest) as error:
+        except _NO_EVENTS as error:
             raise BadRequest(f"{self.path}: events from {event_first} on: {error}") from None
         return Batch(event_first, events, digest)
+
+    def _end(self, body: bytes) -> End:
+        try:
+            said = json.loads(body)
+            return End(str(said["reason"]), int(said["events"]))
+        except (*_NO_EVENTS, KeyError):
+            raise BadRequest(f"{self.path}: its end mark is damaged") from None
 
     def _read_header(self) -> Header:
         line = self._file.readline(_HEADER_BYTES_MAX)
@@ -176,7 +189,7 @@ class RecordingFile:
                 manager=_manager_config(values["manager"]),
                 policy=str(values["policy"]),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             raise BadRequest(
                 f"{self.path} is no recording of kvtier, or its header is damaged"
             ) from None
@@ -192,6 +205,15 @@ class RecordingFile:
             f"{self.path} is damaged at byte {at}, after event {event_next - 1}: the checksum of "
             "the next batch differs; copy the file again"
         )
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """What a batch's events take is bounded: a few bytes can stand for gigabytes of zeros."""
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(packed, _BATCH_BYTES_MAX)
+    if not unpacker.eof:
+        raise ValueError("they are cut, or too many for one batch")
+    return data
 
 
 def _recorded(decoder: Decoder) -> Recorded:

@@ -38,6 +38,7 @@ _FIELDS = {one: tuple(field.name for field in fields(one)) for one in _CLASSES}
 _FLOAT = struct.Struct("<d")
 # An array is longer than any event's only where the bytes are no recording.
 _COUNT_MAX = 1 << 28
+_NUMBER_BITS_MAX = 1024
 
 
 def forms() -> list[list[Any]]:
@@ -256,6 +257,8 @@ class Decoder:
             if one < 0x80:
                 return value
             shift += 7
+            if shift > _NUMBER_BITS_MAX:
+                raise BadRequest("a number without an end")
 
     def take(self, length_bytes: int) -> bytes:
         """So many bytes as they are."""
@@ -267,6 +270,8 @@ class Decoder:
             if kind.kind not in "biuf":
                 raise BadRequest(f"an array of {kind}")
             data = self.get()
+            if not isinstance(data, bytes):
+                raise BadRequest("an array that is no bytes")
             return np.frombuffer(bytearray(data), dtype=kind)
         if tag == HASH:
             return self._get_names(1)[0]

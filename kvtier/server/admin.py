@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import logging
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
@@ -39,6 +41,8 @@ CONNECTIONS_MAX = 128  # Twice what fifty open pages need; more are closed at on
 STATUS_SECONDS = 1.0
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
+log = logging.getLogger(__name__)
+
 JSON = "application/json"
 # The page is whole in itself: whatever a name in it might try, nothing is loaded from elsewhere.
 PAGE_POLICY = (
@@ -208,6 +212,12 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Without the base class's traceback, which a client could have by hanging up."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            log.error("callback failed", extra={"reason": "a request by HTTP", "error": error})
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -105,7 +105,7 @@ def _prepare(plan: Plan) -> None:
         clear_way(one.grpc_socket, socket.SOCK_STREAM)
         if one.names_users:
             clear_way(one.inner_grpc_socket, socket.SOCK_STREAM)
-    clear_way(plan.inner_tls_socket, socket.SOCK_STREAM)
+        clear_way(one.inner_tls_socket, socket.SOCK_STREAM)
 
 
 class _Stopped(Exception):
@@ -165,7 +165,7 @@ class Daemon:
             for door in parts.doors:
                 await door.start(tasks)
             if parts.remote_door is not None:
-                await parts.remote_door.start()
+                await parts.remote_door.start(tasks)
             if parts.admin is not None:
                 parts.admin.start(loop)
             self._announce()
@@ -309,8 +309,9 @@ class Daemon:
 
     def _remove_sockets(self) -> None:
         plan = self._parts.plan
-        for path in (plan.inner_tls_socket, *(path for one in plan.tenants for path in one.paths)):
-            plan.listeners.remove(path)
+        for tenant in plan.tenants:
+            for path in tenant.paths:
+                plan.listeners.remove(path)
 
 
 def _plan(config: Config) -> Plan:

@@ -10,12 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import grpc
-
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.config_tenant import SHARED, sharers
-from kvtier.config_values import split_address
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.manager import BlockManager, ManagerConfig
@@ -34,7 +31,7 @@ from kvtier.server.core_loop import CoreLoop, Effects, both
 from kvtier.server.cxl import open_cxl
 from kvtier.server.cxl_report import CxlReport
 from kvtier.server.cxl_tier import CxlKeeper
-from kvtier.server.doors import Door, DoorMaker, RemoteDoor, add_port
+from kvtier.server.doors import Door, DoorMaker, RemoteDoor
 from kvtier.server.epochs import EpochStore
 from kvtier.server.explain import Explainer
 from kvtier.server.history import History
@@ -273,7 +270,7 @@ class _Builder:
             self._bound,
         )
         doors = tuple(map(maker.open, self.plan.tenants))
-        remote_door, tcp_address = self._listen_tcp(maker, doors[0].grpc)
+        remote_door, tcp_address = self._listen_tcp(maker, doors[0])
         address = self.config.admin.address
         admin = None
         if address != "off":
@@ -392,23 +389,19 @@ class _Builder:
         PurgeCalls(self.base.namespaces, self.purging).add_to(handlers)
         return handlers
 
-    def _listen_tcp(
-        self, maker: DoorMaker, server: grpc.aio.Server
-    ) -> tuple[RemoteDoor | None, str]:
-        """Where clients of other network namespaces may call, if anywhere; `server`: of those who
-        need no certificate."""
+    def _listen_tcp(self, maker: DoorMaker, own: Door) -> tuple[RemoteDoor | None, str]:
+        """Where clients of other network namespaces may call, if anywhere; without certificates as
+        those of `own`."""
         tcp = self.config.grpc.tcp
         if tcp == "off":
             return None, ""
-        if self.config.grpc.has_tls:
-            loop = asyncio.get_running_loop()
-            door = maker.open_remote(
-                self.plan.inner_tls_socket,
-                lambda error: call_soon(loop, partial(self.core.fail, error)),
-            )
-            return door, door.address
-        port = add_port(server, tcp, "grpc.tcp")
-        return None, f"{split_address('grpc.tcp', tcp)[0]}:{port}"
+        if not self.config.grpc.has_tls:
+            return None, own.grpc.listen_tcp(tcp, "grpc.tcp")
+        loop = asyncio.get_running_loop()
+        door = maker.open_remote(
+            self.plan.tenants, lambda error: call_soon(loop, partial(self.core.fail, error))
+        )
+        return door, door.address
 
     def _tier_states(self) -> list[tuple[str, str]]:
         """For people who ask why a block is not there."""

@@ -6,17 +6,18 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from kvtier.config import Config
-from kvtier.errors import ConfigError
 from kvtier.metrics.calls import CallMetrics
-from kvtier.server.activation import Listeners, socket_mode
+from kvtier.server.activation import SOCKET_UMASK, Listeners
 from kvtier.server.calls import Calls, Handlers, OriginOf
 from kvtier.server.certificates import TlsFiles, grants_of
 from kvtier.server.grpc_door import GrpcDoor
+from kvtier.server.grpc_server import GrpcServer
 from kvtier.server.lane import LaneListener
 from kvtier.server.passage import Passage
 from kvtier.server.session_socket import SessionSocket
@@ -39,11 +40,12 @@ class Door:
     tenant: Tenant
     socket: SessionSocket
     lane: LaneListener
-    grpc: grpc.aio.Server
+    grpc: GrpcServer
     grpc_door: GrpcDoor | None  # Before gRPC, where the tenant names its users.
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await self.grpc.start()
+        tasks.create_task(self.grpc.keep())
         if self.grpc_door is not None:
             await self.grpc_door.start()
         await self.lane.start(tasks)
@@ -60,16 +62,18 @@ class RemoteDoor:
     """gRPC for other machines, with TLS before it. Bound."""
 
     address: str
-    grpc: grpc.aio.Server
+    servers: tuple[GrpcServer, ...]  # One a tenant: what ends one is nobody else's trouble.
     tls_door: TlsDoor
 
-    async def start(self) -> None:
-        await self.grpc.start()
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        for server in self.servers:
+            await server.start()
+            tasks.create_task(server.keep())
         self.tls_door.start()
 
     async def stop_grpc(self, grace_seconds: float) -> None:
         """Twice changes nothing."""
-        await self.grpc.stop(grace_seconds)
+        await asyncio.gather(*(server.stop(grace_seconds) for server in self.servers))
         self.tls_door.close()
 
 
@@ -96,22 +100,28 @@ class DoorMaker:
         session_socket.listen(self._take(tenant.socket, socket.SOCK_SEQPACKET))
         return Door(tenant, session_socket, lane, server, grpc_door)
 
-    def open_remote(self, inner: Path, fail: Callable[[BaseException], None]) -> RemoteDoor:
+    def open_remote(
+        self, tenants: Sequence[Tenant], fail: Callable[[BaseException], None]
+    ) -> RemoteDoor:
         """For `grpc.tcp` with TLS; raises ConfigError."""
         config = self.config
         settings = TlsSettings(
             TlsFiles(config.grpc), grants_of(config), config.server.hello_seconds
         )
-        passage = Passage(inner)
-        tls_door = TlsDoor(settings, passage, self.metrics, fail)
+        passages = {tenant.name: Passage(tenant.inner_tls_socket) for tenant in tenants}
+        tls_door = TlsDoor(settings, passages, self.metrics, fail)
         address = tls_door.listen(config.grpc.tcp)
         ages = [
             ("grpc.max_connection_age_ms", int(AGE_SECONDS_MAX * 1e3)),
             ("grpc.max_connection_age_grace_ms", int(AGE_GRACE_SECONDS * 1e3)),
         ]
-        server = self._bare_server(passage.origin, ages)
-        self._bind_inner(server, inner)
-        return RemoteDoor(address, server, tls_door)
+        servers = tuple(
+            self._grpc_at(
+                tenant.inner_tls_socket, passages[tenant.name].origin, PRIVATE_UMASK, ages
+            )
+            for tenant in tenants
+        )
+        return RemoteDoor(address, servers, tls_door)
 
     def _take(self, path: Path, kind: socket.SocketKind) -> socket.socket:
         taken = self.listeners.take(path, kind)
@@ -123,26 +133,24 @@ class DoorMaker:
         door.listen(self._take(tenant.grpc_socket, socket.SOCK_STREAM))
         return door
 
-    def _server(self, tenant: Tenant, door: GrpcDoor | None) -> grpc.aio.Server:
+    def _server(self, tenant: Tenant, door: GrpcDoor | None) -> GrpcServer:
         if door is not None:
-            server = self._bare_server(door.origin)
-            self._bind_inner(server, tenant.inner_grpc_socket)
-            return server
+            return self._grpc_at(tenant.inner_grpc_socket, door.origin, PRIVATE_UMASK)
         anonymous = tenant.anonymous
-        server = self._bare_server(lambda _: anonymous)
-        with socket_mode():
-            add_port(server, f"unix:{tenant.grpc_socket}", "server.socket")
-        self.bound.append(tenant.grpc_socket)
+        return self._grpc_at(tenant.grpc_socket, lambda _: anonymous)
+
+    def _grpc_at(
+        self,
+        path: Path,
+        origin_of: OriginOf,
+        umask: int = SOCKET_UMASK,
+        more: Sequence[tuple[str, int]] = (),
+    ) -> GrpcServer:
+        server = GrpcServer(partial(self._bare_server, origin_of, more), path, umask=umask)
+        self.bound.append(path)
         return server
 
-    def _bind_inner(self, server: grpc.aio.Server, path: Path) -> None:
-        with socket_mode(PRIVATE_UMASK):
-            add_port(server, f"unix:{path}", "server.socket")
-        self.bound.append(path)
-
-    def _bare_server(
-        self, origin_of: OriginOf, more: Sequence[tuple[str, int]] = ()
-    ) -> grpc.aio.Server:
+    def _bare_server(self, origin_of: OriginOf, more: Sequence[tuple[str, int]]) -> grpc.aio.Server:
         hello_ms = int(self.config.server.hello_seconds * 1e3)
         idle_ms = int(self.config.grpc.idle_seconds * 1e3)
         return grpc.aio.server(
@@ -160,11 +168,3 @@ class DoorMaker:
                 *more,
             ],
         )
-
-
-def add_port(server: grpc.aio.Server, address: str, option: str) -> int:
-    """The port, where there is one."""
-    try:
-        return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"{option}: cannot listen at {address} ({error})") from None

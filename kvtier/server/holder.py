@@ -140,7 +140,7 @@ class Holder:
                 return self._unpark(asked["name"]), []
             if what == "take":
                 return self._take(int(asked["first"]))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             pass
         return _refused("no request that this holder knows"), []
 

@@ -146,7 +146,7 @@ def read_inventory(fd: int) -> Inventory | str:
         return f"the inventory has version {version}, this daemon reads version {VERSION}"
     try:
         return _inventory(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"the inventory cannot be understood: {error!r}"
 
 

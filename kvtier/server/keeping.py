@@ -265,6 +265,8 @@ class Keeper:
             self._file.write(self._inventory)
 
     def _park(self, name: str, fd: int) -> None:
+        if self._parking is None:
+            return  # Else a name for each session would be kept for ever.
         self._parked.add(name)
         self._try_to(lambda place: place.park(name, fd))
 

@@ -53,6 +53,11 @@ EVENTS: dict[str, LogEvent] = {
         "at grpc.tcp: no certificate that counts, a handshake that was late, or a limit",
         ("address", "reason"),
     ),
+    "gRPC has ended, it begins anew": LogEvent(
+        "warning",
+        "a client sent what its library cannot take; calls under way were cut",
+        ("path",),
+    ),
     "tls files read again": LogEvent("info", "they had changed", ("path",)),
     "tls files cannot be used": LogEvent(
         "warning", "they had changed; the former ones go on to serve", ("reason",)

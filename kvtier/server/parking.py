@@ -127,8 +127,8 @@ class HolderParking:
         try:
             while True:
                 answer, fds = self._exchange({"do": "take", "first": len(taken)})
-                names = answer.get("names", [])
-                if len(names) != len(fds):
+                names = _names_in(answer, taken)
+                if names is None or len(names) != len(fds):
                     holder.close_all(fds)
                     raise ParkingFailed(f"the holder at {self._path} gave fewer than it named")
                 taken.update(zip(names, fds, strict=True))
@@ -167,12 +167,24 @@ class HolderParking:
             raise ParkingFailed(f"the holder at {self._path} is gone: {error}") from None
         try:
             answer = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = {"error": "the connection ended" if not data else "no answer of a holder"}
+        if not isinstance(answer, dict):
+            answer = {"error": "no answer of a holder"}
         if not answer.get("ok"):
             holder.close_all(fds)
             raise ParkingFailed(f"the holder at {self._path}: {answer.get('error')}")
         return answer, fds
+
+
+def _names_in(answer: dict[str, Any], taken: Mapping[str, int]) -> list[str] | None:
+    """The names that the answer adds to those taken; None when it makes no sense."""
+    names, count = answer.get("names"), answer.get("count")
+    if not isinstance(names, list) or not isinstance(count, int):
+        return None
+    if not all(isinstance(name, str) for name in names):
+        return None
+    return names if len({*names, *taken}) == len(names) + len(taken) else None
 
 
 def systemd_keeps(environment: Mapping[str, str]) -> bool:

@@ -36,11 +36,6 @@ class Plan:
         """Of the operator."""
         return self.tenants[0].socket
 
-    @property
-    def inner_tls_socket(self) -> Path:
-        """Where gRPC listens behind the door that ends TLS."""
-        return self.tenants[0].grpc_socket.with_suffix(".tls")
-
 
 def plan_memory(config: Config, socket: Path, state_dir: Path, *, generation: int) -> Plan:
     """Work out `auto`: a quarter of what is available, cut into slabs."""

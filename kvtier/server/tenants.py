@@ -40,6 +40,11 @@ class Tenant:
         return self.grpc_socket.with_suffix(".inner")
 
     @property
+    def inner_tls_socket(self) -> Path:
+        """Where it listens behind the door that ends TLS."""
+        return self.grpc_socket.with_suffix(".tls")
+
+    @property
     def lane_socket(self) -> Path:
         return lane_socket_path(self.socket)
 
@@ -47,7 +52,7 @@ class Tenant:
     def paths(self) -> tuple[Path, ...]:
         """Of all its sockets."""
         inner = (self.inner_grpc_socket,) if self.names_users else ()
-        return (self.socket, self.grpc_socket, self.lane_socket, *inner)
+        return (self.socket, self.grpc_socket, self.lane_socket, self.inner_tls_socket, *inner)
 
     @property
     def names_users(self) -> bool:

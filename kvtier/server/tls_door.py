@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import uvloop
@@ -49,13 +49,13 @@ class TlsDoor:
     def __init__(
         self,
         settings: TlsSettings,
-        passage: Passage,
+        passages: Mapping[str, Passage],
         metrics: CallMetrics,
         fail: Callable[[BaseException], None],
     ) -> None:
-        """`fail` is called, in this door's thread, for a mistake of our own."""
+        """`passages`: by tenant. `fail` is called in this door's thread, for a mistake of ours."""
         self._settings = settings
-        self._passage = passage
+        self._passages = passages
         self._metrics = metrics
         self._fail = fail
         self._listener: socket.socket | None = None
@@ -158,7 +158,7 @@ class TlsDoor:
             self._greeting.pop(task, None)
         try:
             async with asyncio.timeout(seconds):
-                await self._passage.carry(reader, writer, peer)
+                await self._passages[peer.tenant].carry(reader, writer, peer)
         except TimeoutError:
             log.info("certificate expired", extra=_facts(address, peer))
 
@@ -189,7 +189,7 @@ class TlsDoor:
         if tls.selected_alpn_protocol() != "h2":
             raise Forbidden("no gRPC client: it does not offer HTTP/2")
         peer = self._settings.grants.peer_of(names_of(tls))
-        self._passage.require_room(peer.tenant)
+        self._passages[peer.tenant].require_room(peer.tenant)
         return peer, seconds_left(tls, wall_seconds())
 
     def _refuse(self, address: str, why: str, reason: str) -> None:
@@ -217,4 +217,6 @@ def _told(error: Exception) -> tuple[str, str]:
         return "certificate", "it has no certificate"
     if isinstance(error, TimeoutError | ConnectionAbortedError):
         return "late", "the handshake took longer than server.hello_seconds"
+    if isinstance(error, ConnectionError):
+        return "handshake", "it hung up in the middle of it"
     return "handshake", getattr(error, "reason", None) or str(error) or type(error).__name__

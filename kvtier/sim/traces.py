@@ -206,5 +206,7 @@ class _named:  # noqa: N801  # Used as a function.
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyError):
             raise BadRequest(f"{self._where}: {error} is missing or unknown") from None
-        if isinstance(error, BadRequest | TypeError | ValueError):
+        if isinstance(error, RecursionError):
+            raise BadRequest(f"{self._where}: its values are nested too deep") from None
+        if isinstance(error, BadRequest | TypeError | ValueError | OverflowError):
             raise BadRequest(f"{self._where}: {error}") from None

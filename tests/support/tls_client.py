@@ -18,24 +18,26 @@ from tests.support.raw_client import spec
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # An empty frame of that kind.
 
-_HEADERS = (  # HPACK: POST, http, and literals with names of the static table.
-    b"\x83\x86"
-    + b"".join(
-        bytes((index, len(text))) + text
-        for index, text in ((0x44, b"/kvtier.v1.KVTier/Stats"), (0x41, b"x"))
+
+def half_a_call(path: bytes) -> bytes:
+    """A call that has begun, with a message that does not come."""
+    headers = (  # HPACK: POST, http, and literals with names of the static table.
+        b"\x83\x86"
+        + b"".join(bytes((at, len(text))) + text for at, text in ((0x44, path), (0x41, b"x")))
+        + b"\x5f\x10application/grpc"
+        + b"\x40\x02te\x08trailers"
     )
-    + b"\x5f\x10application/grpc"
-    + b"\x40\x02te\x08trailers"
-)
-HALF_A_CALL = (
-    PREFACE
-    + SETTINGS
-    + len(_HEADERS).to_bytes(3, "big")
-    + bytes((1, 4, 0, 0, 0, 1))
-    + _HEADERS
-    + bytes((0, 0, 100, 0, 0, 0, 0, 0, 1, 0, 0, 0))  # Of 100 bytes of a message three.
-)
-"""A call that has begun, with a message that does not come."""
+    return (
+        PREFACE
+        + SETTINGS
+        + len(headers).to_bytes(3, "big")
+        + bytes((1, 4, 0, 0, 0, 1))
+        + headers
+        + bytes((0, 0, 100, 0, 0, 0, 0, 0, 1, 0, 0, 0))  # Of 100 bytes three.
+    )
+
+
+HALF_A_CALL = half_a_call(b"/kvtier.v1.KVTier/Stats")
 
 
 def shake_hands(

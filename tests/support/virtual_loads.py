@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 
 from kvtier.policy.link import Link, Load
@@ -22,33 +21,70 @@ BLOCK_TOKENS = 16
 BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024  # Of an 8B model.
 
 
-@dataclass(slots=True)
 class VirtualLink:
-    """One load after another."""
+    """Carries one load after another, or all at once, each at its part of the speed."""
 
-    bytes_per_second: float
-    latency_seconds: float
-    free_at: float = 0.0
+    def __init__(
+        self, node: VirtualNode, bytes_per_second: float, latency_seconds: float, *, shared: bool
+    ) -> None:
+        self._node, self._shared = node, shared
+        self.bytes_per_second, self._latency = bytes_per_second, latency_seconds
+        # Of each load under way: when it ends, by what every one of them has had by then.
+        self._under_way: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._had = self._at = self._free_at = 0.0
+        self._plan = 0
 
     def seconds(self, block_count: int) -> float:
         if block_count == 0:
             return 0.0
-        return self.latency_seconds + block_count * BLOCK_BYTES / self.bytes_per_second
-
-    def end_of(self, block_count: int, now: float) -> float:
-        self.free_at = max(self.free_at, now) + self.seconds(block_count)
-        return self.free_at
+        return self._latency + block_count * BLOCK_BYTES / self.bytes_per_second
 
     def queue_seconds(self, now: float) -> float:
-        return max(0.0, self.free_at - now)
+        return max(0.0, self._free_at - now)
+
+    def carry(self, block_count: int, done: Callable[[], None]) -> None:
+        now, seconds = self._node.now, self.seconds(block_count)
+        self._free_at = max(self._free_at, now) + seconds
+        if not self._shared:
+            self._node.after(self._free_at, done)
+            return
+        self._go_on()
+        heapq.heappush(self._under_way, (self._had + seconds, next(self._numbers), done))
+        self._plan_next()
+
+    def _go_on(self) -> None:
+        now = self._node.now
+        if self._under_way:
+            self._had += (now - self._at) / len(self._under_way)
+        self._at = now
+
+    def _plan_next(self) -> None:
+        self._plan += 1
+        if self._under_way:
+            plan = self._plan
+            left = max(0.0, self._under_way[0][0] - self._had) * len(self._under_way)
+            self._node.after(self._node.now + left, lambda: self._end(plan))
+
+    def _end(self, plan: int) -> None:
+        if plan != self._plan:
+            return  # Others have come since.
+        self._go_on()
+        _, _, done = heapq.heappop(self._under_way)
+        self._plan_next()
+        done()
 
 
 class VirtualNode:
     """Requests whose prefixes lie in one lower tier, behind what is in memory of them."""
 
-    def __init__(self, tier_bytes_per_second: float, token_seconds: float) -> None:
-        self.tier = VirtualLink(tier_bytes_per_second, 0.001)
-        self.copies = VirtualLink(25e9, 0.0005)
+    def __init__(
+        self, tier_bytes_per_second: float, token_seconds: float, *, shared: bool = False
+    ) -> None:
+        """`shared`: links carry all loads at once."""
+        self.tier = VirtualLink(self, tier_bytes_per_second, 0.001, shared=shared)
+        self.copies = VirtualLink(self, 25e9, 0.0005, shared=shared)
+        self._copies_owed: dict[str, float] = {}  # Of requests still being promoted: seconds.
         self.token_seconds = token_seconds
         # Told before anything is measured; it may be wrong by far.
         self.rule = LoadRule(BLOCK_TOKENS, Link({TierName.NVME: BLOCK_BYTES / 1e9}))
@@ -65,13 +101,21 @@ class VirtualNode:
         return sum(self.waited_seconds) / len(self.waited_seconds)
 
     def run(
-        self, wish: OnboardWish, request_count: int, *, gap_seconds: float, seed: int = 1
+        self,
+        wish: OnboardWish,
+        request_count: int,
+        *,
+        gap_seconds: float,
+        seed: int = 1,
+        at_once: int = 1,
     ) -> None:
-        """Requests come `gap_seconds` apart in the mean; ends when the last one has its token."""
+        """Requests come `gap_seconds` apart in the mean, so many of them at once; ends when the
+        last one has its token."""
         chance = random.Random(seed)
         at = self.now
         for number in range(request_count):
-            at += chance.expovariate(1 / gap_seconds)
+            if number % at_once == 0:
+                at += chance.expovariate(1 / (at_once * gap_seconds))
             lower_count, memory_share = int(2 ** chance.uniform(2, 9)), chance.choice((0, 0, 0.5))
             self._run_until(at)
             self._arrive(f"{seed} {number}", int(memory_share * lower_count), lower_count, wish)
@@ -94,12 +138,14 @@ class VirtualNode:
         if depth == 0:
             self._count(name, depth, all_count, 0.0, whole)
             return
+        self._copies_owed[name] = self.copies.seconds(depth)
 
         def on_promoted(load: Load | None) -> None:
             if load is not None:
                 rule.promoting.end(load, lower, self.now)
             copy = rule.copying.begin(copied(depth), self.now)
-            self._after(self.copies.end_of(depth, self.now), lambda: on_copied(copy))
+            del self._copies_owed[name]
+            self.copies.carry(depth, lambda: on_copied(copy))
 
         def on_copied(load: Load) -> None:
             rule.copying.end(load, copied(depth), self.now)
@@ -107,8 +153,7 @@ class VirtualNode:
 
         if promoted_count:
             promotion = rule.promoting.begin(lower, self.now)
-            end = self.tier.end_of(promoted_count, self.now)
-            self._after(end, lambda: on_promoted(promotion))
+            self.tier.carry(promoted_count, lambda: on_promoted(promotion))
         else:
             on_promoted(None)
 
@@ -116,7 +161,8 @@ class VirtualNode:
         """What it takes to load it all now, by the true speeds."""
         count, now = memory_count + lower_count, self.now
         lower = self.tier.queue_seconds(now) + self.tier.seconds(lower_count)
-        return lower + self.copies.seconds(count) + self.copies.queue_seconds(now)
+        copies = self.copies.queue_seconds(now) + sum(self._copies_owed.values())
+        return max(lower, copies) + self.copies.seconds(count)
 
     def _count(self, name: str, depth: int, all_count: int, seconds: float, whole: float) -> None:
         """The simulator's own count of what it took, and of what it regrets."""
@@ -130,5 +176,5 @@ class VirtualNode:
         self.waited_seconds.append(took)
         self.rule.settle(name, depth, seconds)
 
-    def _after(self, at: float, event: Callable[[], None]) -> None:
+    def after(self, at: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), event))

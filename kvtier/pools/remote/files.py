@@ -319,7 +319,7 @@ class FilesEngine:
             names = await self._in_thread(os.listdir, folder)
         except FileNotFoundError:
             return []
-        return [int(name) for name in names if name.isdigit()]
+        return [int(name) for name in names if name.isascii() and name.isdigit()]
 
     async def _health(self) -> Health:
         try:

@@ -52,3 +52,34 @@ def test_failed_load_leaves_the_queue_and_teaches_nothing() -> None:
     link.end(load, {}, 90.0)
     assert link.queued_seconds(90.0) == 0.0
     assert link.seconds({NVME: 1}) == 1.0
+
+
+def test_loads_that_end_at_once_are_measured_as_one() -> None:
+    """Copies of one step, say: the last of them takes no time of its own."""
+    link = Link({NVME: 1.0})
+    loads = [link.begin({NVME: 10}, 0.0) for _ in range(16)]
+    for load in loads:
+        link.end(load, {NVME: 10}, 160.0)
+    assert link.seconds({NVME: 10}) == pytest.approx(10.0)
+
+
+def test_loads_that_share_a_link_are_measured_as_one() -> None:
+    """The small ones overtake the large one, which had its part of the time meanwhile."""
+    link = Link({NVME: 1.0})
+    large = link.begin({NVME: 30}, 0.0)
+    first, second = (link.begin({NVME: 10}, 0.0) for _ in range(2))
+    link.end(first, {NVME: 10}, 29.9)
+    link.end(second, {NVME: 10}, 30.0)
+    link.end(large, {NVME: 30}, 50.0)
+    assert link.seconds({NVME: 50}, 3) == pytest.approx(50.0)
+    assert link.seconds({NVME: 10}) == pytest.approx(10.0, rel=0.1)
+
+
+def test_loads_in_their_order_each_tell_what_they_take() -> None:
+    link = Link({NVME: 1.0})
+    loads = [(link.begin({NVME: count}, 0.0), count) for count in (10, 100, 40)]
+    at = 0.0
+    for load, count in loads:
+        at += 2.0 + 0.5 * count
+        link.end(load, {NVME: count}, at)
+    assert link.seconds({NVME: 200}) == pytest.approx(102.0)

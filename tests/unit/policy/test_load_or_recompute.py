@@ -9,7 +9,7 @@ import pytest
 from kvtier.policy.link import Link
 from kvtier.policy.load_or_recompute import LoadRule, OnboardChoice, OnboardWish, copied
 from kvtier.types import TierName
-from tests.support.forms import rounds
+from tests.support.forms import is_torture, rounds, state_finding
 from tests.support.virtual_loads import BLOCK_BYTES, BLOCK_TOKENS, VirtualNode
 
 DRAM, NVME, REMOTE = TierName.DRAM, TierName.NVME, TierName.REMOTE
@@ -52,14 +52,64 @@ def test_hardly_slower_than_the_better_pure_way_from_the_first_request_on(
         assert means[OnboardWish.AUTO] <= 1.05 * pure, (prefill_rate, busy, means)
 
 
+def excess(
+    gigabytes: float, prefill_rate: float, busy: float, *, shared: bool, at_once: int
+) -> float:
+    """What `auto` takes, of what the better pure way does, once rates are known."""
+    means = {}
+    gap = gap_seconds(gigabytes, prefill_rate, busy)
+    for wish in OnboardWish:
+        node = VirtualNode(gigabytes * 1e9, 1 / prefill_rate, shared=shared)
+        node.run(OnboardWish.ALWAYS, 20, gap_seconds=gap, seed=2)
+        node.waited_seconds.clear()
+        node.run(wish, rounds(short=160, full=1000), gap_seconds=gap, at_once=at_once)
+        means[wish] = node.mean_seconds
+    pure = min(means[OnboardWish.ALWAYS], means[OnboardWish.NEVER])
+    return means[OnboardWish.AUTO] / pure
+
+
+@pytest.mark.full_form
+@pytest.mark.parametrize("at_once", [2, 8, 32])
+def test_chains_that_come_at_once_take_hardly_longer_than_by_the_better_pure_way(
+    at_once: int,
+) -> None:
+    full = is_torture()
+    cases = product(GIGABYTES, PREFILL_RATES if full else (1e3, 10e3, 100e3), (1.0, 0.05, 3.0))
+    found = {
+        case: excess(*case, shared=False, at_once=at_once)
+        for case in cases
+        if full or case[2] == 3.0
+    }
+    worst = max(found, key=found.__getitem__)
+    state_finding(f"load or recompute: {at_once} at once take at most {found[worst]:.3f} of it")
+    assert found[worst] <= 1.05, worst
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("at_once", [1, 8, 32])
+def test_on_links_that_carry_all_loads_at_once_it_is_seldom_far_off(at_once: int) -> None:
+    """Whoever joins slows down those before, which a choice for one request does not see."""
+    cases = list(product(GIGABYTES, PREFILL_RATES, (1.0, 0.05, 3.0)))
+    found = sorted(excess(*case, shared=True, at_once=at_once) for case in cases)
+    state_finding(
+        f"load or recompute: {at_once} at once on shared links take at most {found[-1]:.3f} of it; "
+        f"more than 1.05 in {sum(one > 1.05 for one in found)} of {len(found)} cases"
+    )
+    assert found[-1] <= 1.25
+    assert found[len(found) * 4 // 5] <= 1.05
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
 @pytest.mark.parametrize("wish", OnboardWish)
 @pytest.mark.parametrize("gigabytes", GIGABYTES)
-def test_regret_is_what_the_simulator_counts(gigabytes: float, wish: OnboardWish) -> None:
+def test_regret_is_what_the_simulator_counts(
+    gigabytes: float, wish: OnboardWish, at_once: int
+) -> None:
     node = VirtualNode(gigabytes * 1e9, 1 / 10e3)
     gap = gap_seconds(gigabytes, 10e3, 1.0)
     node.run(OnboardWish.ALWAYS, 20, gap_seconds=gap)  # All rates are known from here on.
     known, own = dict(node.rule.regret_seconds), dict(node.regret)
-    node.run(wish, 100, gap_seconds=gap, seed=2)
+    node.run(wish, 100, gap_seconds=gap, seed=2, at_once=at_once)
     for choice in OnboardChoice:
         counted = node.rule.regret_seconds[choice] - known[choice]
         assert counted == pytest.approx(node.regret[choice] - own[choice], rel=1e-6, abs=1e-6)
@@ -95,6 +145,8 @@ def test_queue_that_costs_more_than_it_brings_is_not_joined() -> None:
     assert rule.choose("a", runs, 10.0) == 4  # 200 s + 30 s, or 100 s.
     assert rule.choose("b", runs, 150.0) == 14  # 60 s + 30 s.
     assert rule.choose("c", runs, 250.0) == 14
+    for one in "abc":
+        rule.forget(one)
     rule.promoting.begin({NVME: 10}, 250.0)
     # The first one takes longer than it should; the next will, too.
     assert rule.choose("d", runs, 1100.0) == 4

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from mmap import PAGESIZE
@@ -336,3 +337,16 @@ def test_a_table_is_converted_where_there_are_sets_and_is_void_elsewhere(
     assert np.flatnonzero(words[:, 0]).tolist() == [one.slot_first, one.slot_first + 1]
     close_all([keeper.former.inventory_fd, keeper.former.table_fd, file.fd])
     keeper.close()
+
+
+def test_where_nobody_keeps_memory_no_names_of_processes_are_kept() -> None:
+    keeper = Keeper()
+    keeper.keep_process("process-0", 0)
+    tracemalloc.start()
+    try:
+        for number in range(1, 2_000):
+            keeper.keep_process(f"process-{number}", 0)
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 2_000  # A byte a session.

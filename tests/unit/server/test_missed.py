@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -67,3 +69,19 @@ def test_the_memory_of_what_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         missed.on_removed(removed(ONE, [block]))
     known = [missed.of_match(ONE, PACKED, PrefixMatch(place, 0)) for place in range(6)]
     assert known == ["unseen", "unseen", "evicted", "evicted", "evicted", "unseen"]
+
+
+def test_few_blocks_that_never_were_here_are_called_evicted() -> None:
+    missed = Missed(Core())  # type: ignore[arg-type]
+    chance = random.Random(1)
+    gone, others = ([BlockHash(chance.randbytes(16)) for _ in range(60_000)] for _ in range(2))
+    for first in range(0, len(gone), 64):
+        missed.on_removed(removed(ONE, gone[first : first + 64]))
+    said = Counter(reason_of(missed, block) for block in gone[::50])
+    assert said == {"evicted": 1_200}
+    wrong = sum(reason_of(missed, block) == "evicted" for block in others[::20])
+    assert wrong <= 30  # Of 3,000.
+
+
+def reason_of(missed: Missed, block: BlockHash) -> str:
+    return missed.of_match(ONE, PackedHashes(block, 16), PrefixMatch(0, 0))

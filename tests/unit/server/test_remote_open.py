@@ -118,7 +118,7 @@ def test_a_share_that_is_not_prepared_is_told_once_and_nothing_is_made_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(parts: RemoteParts) -> None:
-        key, value = RemoteKey("kvtier1/a/b"), np.zeros(10, np.uint8)
+        key, value = RemoteKey("kvtier1/a/b"), np.zeros(200_000, np.uint8)
         outcomes = await parts.engine.put([(key, [value])], timeout_seconds=10)
         assert outcomes == [RemoteOutcome.UNREACHABLE]
         assert parts.share is not None
@@ -141,12 +141,12 @@ def test_the_password_comes_from_its_file_and_goes_nowhere_else(
     (tmp_path / "password").write_text(SECRET + "\n")
 
     async def work(parts: RemoteParts) -> None:
-        key, value = RemoteKey("kvtier1/a/b"), np.zeros(10, np.uint8)
+        key, value = RemoteKey("kvtier1/a/b"), np.zeros(200_000, np.uint8)
         assert await parts.engine.put([(key, [value])], timeout_seconds=10) == [DONE]
         assert SECRET not in repr(parts)
-        buffer = parts.buffers.take(10)
+        buffer = parts.buffers.take(200_000)
         parts.buffers.give_back(buffer)
-        [reply] = await parts.engine.get([key], value_bytes_max=10, timeout_seconds=10)
+        [reply] = await parts.engine.get([key], value_bytes_max=200_000, timeout_seconds=10)
         assert reply.value is not None
         assert reply.value.base is buffer.base, "values come in the buffers that are given back"
 

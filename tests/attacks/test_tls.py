@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from kvtier.cli.main import main
+from kvtier.paths import grpc_socket_path
 from kvtier.server.tls_door import HANDSHAKES_MAX
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.v1.kvtier_pb2_grpc import KVTierStub
@@ -29,6 +30,7 @@ from tests.support.tls_client import (
     SETTINGS,
     got,
     greet,
+    half_a_call,
     is_closed,
     put,
     shake_hands,
@@ -290,6 +292,39 @@ def test_new_files_count_from_the_next_connection_and_broken_ones_do_not(
                 other.Stats(pb.StatsRequest(token=token), timeout=10)  # The same name: the same.
         finally:
             own_path.write_bytes(former)
+
+
+def test_a_call_whose_name_is_no_text_cuts_one_tenants_grpc_off_for_a_moment(node: Node) -> None:
+    bad = half_a_call(b"/kvtier.v1.KVTier/\xff\xfe")
+    before = len(node.tenants.lines("gRPC has ended"))
+    with (
+        node.calls(node.client("engine.blue")) as blue,
+        shake_hands(node.port, node.client("engine.red"), node.authority.path) as attacker,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
+        token = greet(blue).token
+        watched = greet(blue, model="m")
+        asked = pb.WatchRequest(token=watched.token, namespace_id=watched.namespace_id)
+        watch = blue.Watch(asked)
+        attacker.sendall(bad)
+        local.connect(str(grpc_socket_path(node.tenants.socket("red"))))
+        local.sendall(bad)
+        eventually(lambda: len(node.tenants.lines("gRPC has ended")) == before + 2, "it ended")
+        blue.Stats(pb.StatsRequest(token=token), timeout=10)
+        assert watch.is_active(), "another tenant's call was cut"
+        watch.cancel()
+    with node.calls(node.client("engine.red")) as red:
+        eventually(lambda: is_answered(red), "it does not begin anew")
+    with open_session(node.tenants.socket("red")) as session:
+        assert matched(session, session.open_namespace().namespace_id, chain(1)) == 0
+
+
+def is_answered(stub: KVTierStub) -> bool:
+    try:
+        greet(stub)
+    except grpc.RpcError:
+        return False
+    return True
 
 
 def presented(node: Node, identity: Identity) -> bytes | None:

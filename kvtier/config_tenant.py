@@ -114,7 +114,8 @@ class TenantConfig:
     priority: str = option(
         "normal",
         Choice(*PRIORITIES),
-        "Whose blocks are read from lower tiers first, for those who wait and for prefetches. "
+        "Whose blocks are read from lower tiers first, for those who wait and for prefetches; but "
+        "one batch in 16 is of who has waited longest. "
         "Tenants of one priority take turns, by weight.",
     )
     calls_per_second: int = option(

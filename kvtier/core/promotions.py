@@ -25,7 +25,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.core.index import NOBODY, Rows
 from kvtier.core.ladder import Ladder, Rung
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import RESERVED, Places
 from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.segments import Slots
@@ -46,6 +46,10 @@ class Want(IntEnum):
     LEASE = 0
     PREFETCH = 1
     AGAIN = 2
+
+
+# Of the batches that are read one in so many is the oldest that waits, of whatever rank.
+_OLDEST_EVERY = 16
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class _Queue:
     under_way_bytes: int = 0
     under_way_count: int = 0
     waiting_bytes: int = 0  # Asked for, and not begun.
+    batch_count: int = 0
 
     @property
     def may_begin(self) -> bool:
@@ -98,12 +103,25 @@ class _Queue:
         heap = self.heaps.setdefault(asked.residency.facts.tenant, [])
         heapq.heappush(heap, (asked.want, -len(asked.places), number, asked))
 
-    def next_tenant(self) -> str:
-        """Whose turn it is."""
+    def next_asked(self) -> _Asked:
+        """Whose turn it is. One batch in so many is of who has waited longest, whatever the rank:
+        else those of a higher one, who ask again and again, could keep others waiting for ever."""
+        self.batch_count += 1
+        if self.batch_count % _OLDEST_EVERY == 0:
+            waiting = [entry for heap in self.heaps.values() for entry in heap]
+            return min(waiting, key=lambda entry: entry[2])[3]
         names = [tenant for tenant, heap in self.heaps.items() if heap]
-        if len(names) == 1:
-            return names[0]
-        return min(names, key=self._rank)
+        name = names[0] if len(names) == 1 else min(names, key=self._rank)
+        return self.heaps[name][0][3]
+
+    def forget(self, asked: _Asked) -> None:
+        """All of it has begun."""
+        heap = self.heaps[asked.residency.facts.tenant]
+        if heap[0][3] is asked:
+            heapq.heappop(heap)
+            return
+        heap[:] = [entry for entry in heap if entry[3] is not asked]
+        heapq.heapify(heap)
 
     def _rank(self, tenant: str) -> tuple[int, int, float, str]:
         want = self.heaps[tenant][0][0]
@@ -221,7 +239,7 @@ class Promotions:
 
     def hasten(self, residency: Residency, places: Places) -> None:
         """Somebody waits for these now: they are not read last, whoever asked for them."""
-        if not len(places) or not (residency.tier.state[places] == ReplicaState.RESERVED).any():
+        if not len(places) or not (residency.tier.state[places] == RESERVED).any():
             return
         for queue in self._queues.values():
             for asked in queue.asked():
@@ -300,11 +318,10 @@ class Promotions:
                 if absent is not None:
                     found.extend(self._ask_again(rung, *absent, now))
             while queue.may_begin:
-                heap = queue.heaps[queue.next_tenant()]
-                _, _, _, asked = heap[0]
+                asked = queue.next_asked()
                 found.extend(self._begin_batch(queue, asked))
                 if asked.begun_count == len(asked.places):
-                    heapq.heappop(heap)
+                    queue.forget(asked)
         return found
 
     def _ask_again(
@@ -327,7 +344,7 @@ class Promotions:
         places, lower_slots = asked.places[part], asked.lower_slots[part]
         asked.begun_count += len(places)
         queue.waiting_bytes -= _bytes(residency, len(places))
-        wanted = tier.state[places] == ReplicaState.RESERVED
+        wanted = tier.state[places] == RESERVED
         if asked.want is Want.LEASE:
             wanted &= tier.lease_pins[places] > 0
         if not lower.is_readable:

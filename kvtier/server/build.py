@@ -46,7 +46,6 @@ from kvtier.server.nvme import NvmeKeeper
 from kvtier.server.nvme_paths import NvmePaths, OpenDriver, open_file, open_paths
 from kvtier.server.nvme_report import NvmeReport
 from kvtier.server.owed_clears import OwedClears
-from kvtier.server.owners import Owners
 from kvtier.server.peers import PidfdWatch
 from kvtier.server.plan import Plan
 from kvtier.server.policies import policy_named
@@ -69,7 +68,7 @@ from kvtier.server.servicer_purge import PurgeCalls
 from kvtier.server.session_socket import SessionSocket, SocketFacts
 from kvtier.server.sessions import Sessions
 from kvtier.server.slabs import SlabKeeper
-from kvtier.server.tenants import Tenant, call_limits, tenant_budgets
+from kvtier.server.tenants import Tenant, call_limits, owners_of, tenant_budgets
 from kvtier.server.threads import call_soon, run_in_thread
 from kvtier.server.watch import WatchHub
 from kvtier.types import TierName
@@ -461,7 +460,7 @@ def _base(
         slab_count_max=plan.slab_count_max,
         count_max=config.server.namespaces_max,
         shared=sharers(config.tenant),
-        owners=Owners(plan.state_dir / "owners") if config.tenant else None,
+        owners=owners_of(config, plan.state_dir),
         stride=padded_stride if paths is not None or config.cxl.is_set else slot_stride,
     )
     history = History(budget_bytes=config.log.history_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvtier.config_tenant import SHARED
@@ -153,6 +153,13 @@ class Namespaces:
     def with_fingerprint(self, fingerprint: bytes) -> OpenedNamespace | None:
         """None when nobody has opened it in this life."""
         return self._by_fingerprint.get(fingerprint)
+
+    async def keep_owners(self, on_nvme: Collection[bytes]) -> None:
+        """Of which namespaces anything was found on NVMe; of those that are open there may be."""
+        if self._owners is not None:
+            async with self._changing:
+                kept = {*on_nvme, *self._by_fingerprint}
+                await asyncio.to_thread(self._owners.keep_only, kept)
 
     async def forget_owner(self, fingerprint: bytes) -> None:
         """Nothing is left of it; who opens it again is written down again."""

@@ -230,6 +230,8 @@ class NvmeKeeper:
             },
         )
         self._tell(found)
+        if self._pool.condition.state is PoolState.ON and not self._pool.locked_count:
+            await self._namespaces.keep_owners({header.fingerprint for header, _ in found.lives})
         for namespace in self._namespaces.opened():
             self._hand_over(namespace)
             await asyncio.sleep(0)

@@ -1,25 +1,33 @@
 """Whose each namespace is, for a later life: one small file a namespace, with its tenant's name.
 
-A fingerprint does not tell, and segments on NVMe count for their tenant before it comes back. A
-file that is lost costs that, and nothing else: so nothing is synced.
+A fingerprint does not tell, and segments on NVMe count for their tenant before it comes back; a
+purge of a tenant looks here as well. A file that is lost costs that, and nothing else: so nothing
+is synced. Where nothing but NVMe outlives the daemon, files of namespaces of which nothing is found
+there go when it starts; else there are so many at most, the newest.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 NAME_BYTES_MAX = 1024
+OWNERS_MAX = 16_384  # A file takes a block of the disk: 64 MiB of 4 KiB each.
 _SUFFIX = ".tenant"
 
 
 class Owners:
-    """Of all namespaces that ever were; `note` blocks, and is called in a thread."""
+    """Of all namespaces of which anything may be left; what changes it blocks, and is called in a
+    thread."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_nvme_all: bool = True) -> None:
+        """`is_nvme_all`: no other tier outlives the daemon."""
         self._directory = directory
+        self._is_nvme_all = is_nvme_all
         self._known = _read(directory)
 
     def known(self) -> dict[bytes, str]:
@@ -45,13 +53,32 @@ class Owners:
         self._known.pop(fingerprint, None)
         (self._directory / f"{fingerprint.hex()}{_SUFFIX}").unlink(missing_ok=True)
 
+    def keep_only(self, fingerprints: Container[bytes]) -> None:
+        """Of other namespaces there is nothing on NVMe."""
+        if not self._is_nvme_all:
+            return
+        for fingerprint in [one for one in self._known if one not in fingerprints]:
+            with suppress(OSError):  # The next start tries again.
+                self.forget(fingerprint)
+
 
 def _read(directory: Path) -> dict[bytes, str]:
     found: dict[bytes, str] = {}
-    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+    paths = sorted(directory.glob(f"*{_SUFFIX}"), key=_written_at, reverse=True)
+    for path in paths[OWNERS_MAX:]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    for path in paths[:OWNERS_MAX]:
         try:
             name = path.read_bytes()[:NAME_BYTES_MAX].decode("utf-8")
             found[bytes.fromhex(path.stem)] = name
         except (OSError, ValueError):
             continue  # Not one of ours, or damaged.
     return found
+
+
+def _written_at(path: Path) -> tuple[float, str]:
+    try:
+        return path.stat().st_mtime, path.name
+    except OSError:
+        return 0.0, path.name

@@ -14,6 +14,7 @@ from kvtier.core.tenancy import TenantBudget
 from kvtier.errors import ConfigError, Forbidden, KVTierError
 from kvtier.paths import grpc_socket_path, lane_socket_path
 from kvtier.server.call_limits import CallLimits
+from kvtier.server.owners import Owners
 from kvtier.server.peers import Credentials, peer_credentials
 from kvtier.server.security import Peer, Rights
 from kvtier.types import EngineId
@@ -132,6 +133,18 @@ def tenant_budgets(tenants: Mapping[str, TenantConfig]) -> dict[str, TenantBudge
         name: TenantBudget(it.minimum, it.maximum, it.weight, PRIORITIES.index(it.priority))
         for name, it in tenants.items()
     }
+
+
+def owners_of(config: Config, state_dir: Path) -> Owners | None:
+    """Where it is written down whose the namespaces are; None where there is one tenant."""
+    if not config.tenant:
+        return None
+    owners = Owners(
+        state_dir / "owners", is_nvme_all=not (config.cxl.is_set or config.remote.is_set)
+    )
+    if not config.nvme.paths:
+        owners.keep_only(())
+    return owners
 
 
 def call_limits(config: Config) -> CallLimits:

@@ -76,8 +76,12 @@ def test_each_tenant_finds_its_own_bytes_after_a_hot_restart_and_after_a_cold_on
             for name in reversed(BYTE_OF):
                 check_own_bytes(tenants, name)
             daemon.set_option("restart.keep", "off")
+            owners = daemon.state_dir / "owners"
+            known = set(owners.iterdir())
+            (owners / f"{bytes(16).hex()}.tenant").write_text("red")  # Of which nothing is left.
             daemon.restart()
             wait_state(daemon, "on")
+            eventually(lambda: set(owners.iterdir()) == known, "it is forgotten, and no other")
             for name in BYTE_OF:
                 check_own_bytes(tenants, name)
 

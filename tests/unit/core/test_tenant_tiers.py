@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from kvtier.core import events as ev
@@ -94,10 +95,29 @@ def test_those_of_a_higher_priority_are_read_first_and_equals_take_turns() -> No
     assert abs(rest[:4].count(tenants["a"]) - rest[:4].count(tenants["b"])) <= 1, order
 
 
-def read_order(node: TieredNode, tenants: dict[str, NamespaceId]) -> list[NamespaceId]:
+def test_a_lower_priority_waits_for_a_bounded_number_of_reads() -> None:
+    budgets = {"first": TenantBudget(priority=0), "last": TenantBudget(0.125, priority=2)}
+    lower = LowerSettings(
+        write_bytes_per_hour=PLENTY, transfer_blocks_max=1, batch_blocks=1, prefetch_fraction_max=1
+    )
+    node = TieredNode(budgets, lower)
+    first, last = node.open(1, "first"), node.open(2, "last")
+    node.put(last, 0, 1)
+    node.put(first, 0, 24)
+    node.empty_memory()
+    # One is read already while the other tenant asks, and then all the rest come.
+    node.world.run(ev.Prefetch(first, [BlockHash((23).to_bytes(HASH_BYTES, "big"))]))
+    order = read_order(node, {"last": last, "first": first}, range(23))
+    assert order.count(first) > 16, order
+    assert 1 < order.index(last) < 16, order
+
+
+def read_order(
+    node: TieredNode, tenants: dict[str, NamespaceId], numbers: Iterable[int] = (1, 2, 3)
+) -> list[NamespaceId]:
     """In which order blocks of these are read, that all are asked for at one moment."""
     for namespace in tenants.values():
-        for number in (1, 2, 3):
+        for number in numbers:
             block = BlockHash(number.to_bytes(HASH_BYTES, "big"))
             node.world.run(ev.Prefetch(namespace, [block]))
     order = []

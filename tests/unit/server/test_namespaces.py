@@ -15,19 +15,23 @@ from kvtier.namespace import NamespaceSpec
 from kvtier.server.core_loop import CoreLoop
 from kvtier.server.epochs import EpochStore
 from kvtier.server.namespaces import Namespaces, OpenedNamespace, padded_stride, slot_stride
+from kvtier.server.owners import Owners
 from tests.support.clock import ManualClock
 from tests.support.recording_core import RecordingManager
 
 SPEC = NamespaceSpec("test", "v1", "bfloat16", "LBHD", block_tokens=16, shard_bytes=1000)
 
 
-def namespaces_of(manager: RecordingManager, directory: Path) -> Namespaces:
+def namespaces_of(
+    manager: RecordingManager, directory: Path, owners: Owners | None = None
+) -> Namespaces:
     return Namespaces(
         CoreLoop(manager, clock=ManualClock(), metrics=Metrics()),
         EpochStore(directory, iter([7]).__next__),
         slab_bytes=1 << 20,
         slab_count_max=4,
         count_max=2,
+        owners=owners,
         stride=padded_stride,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     trace = read_any(arguments)
+    gc.freeze()  # The trace stays, as in the daemon what it has begun with: not to be traversed.
     base = _machine(arguments, trace)
     sizes = (arguments.sweep or arguments.dram).split(",")
     policies = (arguments.policies or arguments.policy).split(",")

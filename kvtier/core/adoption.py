@@ -23,7 +23,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.engines import EngineTable
 from kvtier.core.index import NOBODY, Rows
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import GONE, Places
 from kvtier.core.residency import Residency
 from kvtier.core.shares import Shares
 from kvtier.core.slabs import SlabLedger
@@ -221,7 +221,7 @@ class Adoption:
         """Which of these slots are held and nothing else."""
         residency = self._namespaces[namespace]
         void: Mask = self._held[namespace][places]
-        void &= residency.tier.state[places] == ReplicaState.GONE
+        void &= residency.tier.state[places] == GONE
         void &= residency.tier.owner[places] == NOBODY
         return void
 

@@ -92,6 +92,8 @@ class Balance:
         What is being taken back already counts for whom it is taken back. What does not come back
         whoever holds it pays for: as much is taken of the rest that it has.
         """
+        if len(self._namespaces) == 1:
+            return None  # Nobody else is there.
         mine, needed_count = residency.facts.namespace, residency.facts.shard_count
         tenant, counts = residency.facts.tenant, self._counts(now)
         held, kept = self._by_tenant(counts.held), self._by_tenant(counts.kept)

@@ -12,7 +12,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION, EngineTable
 from kvtier.core.index import NOBODY
 from kvtier.core.ladder import Ladder
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import READY, Places
 from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.settings import ManagerConfig
@@ -115,10 +115,10 @@ class Committing:
         named[places] = True
         if np.count_nonzero(named) != len(slots):
             raise NotReserved("a slot is named twice: name each reserved slot once")
-        foreign = np.flatnonzero(residency.tier.owner[places] != session)
-        if len(foreign):
+        foreign = residency.tier.owner.take(places) != session
+        if np.count_nonzero(foreign):
             raise NotReserved(
-                f"slot {int(slots[foreign[0]])} is not reserved by this session (any more): "
+                f"slot {int(slots[foreign.argmax()])} is not reserved by this session (any more): "
                 "commit or abort each reserved slot once"
             )
         return found
@@ -127,7 +127,7 @@ class Committing:
         residency = self._namespaces[event.namespace]
         tier = residency.tier
         places = tier.allocator.places_of(event.slots)
-        ready = tier.state[places] == ReplicaState.READY
+        ready = tier.state[places] == READY
         tier.unpin_transfer(places)
         slots = event.slots[ready]
         if not len(slots):
@@ -138,6 +138,7 @@ class Committing:
     def _note_summed(self, residency: Residency, places: Places) -> None:
         residency.tier.summed[places] = True
         rows = residency.tier.row[places]
-        # A doomed block still is READY until it is swept.
-        resident = [row for row in rows.tolist() if residency.index.has_row(row)]
-        self._ladder.note_summed(residency, np.array(resident, dtype=np.int32))
+        if residency.index.sweep_pending:  # A doomed block still is READY until it is swept.
+            resident = [row for row in rows.tolist() if residency.index.has_row(row)]
+            rows = np.array(resident, dtype=np.int32)
+        self._ladder.note_summed(residency, rows)

@@ -25,7 +25,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.index import NOBODY, PrefixIndex, RowFlag, Rows
 from kvtier.core.lower_tier import LowerTier
-from kvtier.core.replica import ReplicaState
+from kvtier.core.replica import READY
 from kvtier.core.residency import Residency
 from kvtier.core.retiring import Retiring
 from kvtier.core.runs import runs_of
@@ -257,8 +257,7 @@ class Demotions:
         """Who tells whether what waits there first will be used again."""
         if not queue or self._settings.admission is not Admission.FORECAST:
             return None
-        policy = self._namespaces[queue[0][0]].policy
-        return policy if isinstance(policy, ForecastingPolicy) else None
+        return self._namespaces[queue[0][0]].forecasting
 
     def _refuse_unlikely(self, queue: _Queue, flag: np.uint8) -> None:
         """Of those that wait first, let go who is not worth the write; what was used twice is,
@@ -388,7 +387,7 @@ class Demotions:
         self.under_way_bytes -= len(event.slots) * residency.facts.layout.slot_bytes
         ended = [self._end(residency, slot) for slot in event.lower_slots.tolist()]
         rows = np.array(ended, dtype=np.int32)
-        alive = (tier.state[places] == ReplicaState.READY) & (tier.row[places] == rows)
+        alive = (tier.state[places] == READY) & (tier.row[places] == rows)
         done = alive & (rows != NOBODY) & (event.outcomes == ev.TransferOutcome.DONE)
         done &= self._lower.is_readable
         columns = self._lower.columns(residency.index)

@@ -113,7 +113,7 @@ class DirectLeases:
     def are_whole(self, slots: LowerSlots) -> Mask:
         """Which leased slots still hold their block; pinned, so nothing else can be there."""
         found: Mask = slots != NOBODY
-        if found.any():
+        if np.count_nonzero(found):
             book = self._opened.lower.book
             found[found] = [book.is_ready(slot) for slot in slots[found].tolist()]
         return found

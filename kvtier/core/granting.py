@@ -23,7 +23,7 @@ from kvtier.core.index import NOBODY, Rows
 from kvtier.core.ladder import Ladder, Origins
 from kvtier.core.leases import Lease, LeaseTable, LowerSlots
 from kvtier.core.promotions import Promotions, Want
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import RESERVED, Places
 from kvtier.core.residency import Residency
 from kvtier.core.settings import ManagerConfig
 from kvtier.core.shares import Shares
@@ -307,8 +307,9 @@ class Granting:
             none = np.zeros(0, dtype=np.uint32)
             return ins.LeaseGranted(None, 0, none, lease.deadline, cut, residency.epoch, ())
         direct = pending.direct
-        self._unpin(residency, places[count:], direct[count:])
-        places, direct = places[:count], direct[:count]
+        if count < len(places):
+            self._unpin(residency, places[count:], direct[count:])
+            places, direct = places[:count], direct[:count]
         lease.places, lease.direct = [places], [direct]
         slots, is_direct = _slots_of(
             residency, places[pending.skip_count :], direct[pending.skip_count :]
@@ -443,7 +444,7 @@ def _is_coming(residency: Residency, places: Places, skip_count: int) -> Mask:
     tier = residency.tier
     found = residency.tier.is_ready(places)
     if len(tier.state):
-        promoting = (tier.state[places] == ReplicaState.RESERVED) & (tier.row[places] != NOBODY)
+        promoting = (tier.state[places] == RESERVED) & (tier.row[places] != NOBODY)
         found |= promoting & (places >= 0)
     found[:skip_count] = True
     return found
@@ -461,7 +462,7 @@ def _slots_of(
 ) -> tuple[Slots, Mask | None]:
     """What the engine is told: a slot a block, and which of them are those of the tier below."""
     is_direct = direct != NOBODY
-    if not is_direct.any():
+    if not np.count_nonzero(is_direct):
         return residency.tier.slots_of(places), None
     slots = direct.astype(np.uint32)
     slots[~is_direct] = residency.tier.slots_of(places[~is_direct])
@@ -470,5 +471,7 @@ def _slots_of(
 
 def _leading(mask: Mask) -> int:
     """How many are True before the first False."""
-    absent = np.flatnonzero(~mask)
-    return int(absent[0]) if len(absent) else len(mask)
+    if not len(mask):
+        return 0
+    first = int(mask.argmin())
+    return len(mask) if mask[first] else first

@@ -103,7 +103,8 @@ class PrefixIndex:
     def has_row(self, row: int) -> bool:
         """Whether the block in this row is resident, and in this row."""
         block = self.hash_of[row]
-        return block is not None and self.row_of.get(block) == row
+        # A row with a hash that is not resident is doomed, or lies below one that is.
+        return block is not None and (not self._doomed or self.row_of.get(block) == row)
 
     def is_whole(self, row: int) -> bool:
         """Whether the block in this row is resident and its parent too. What lies below a doomed
@@ -176,7 +177,13 @@ class PrefixIndex:
         return found
 
     def is_lower(self, row: int) -> bool:
-        return any(int(columns.slot[row]) != NOBODY for columns in self.lower.values())
+        return any(columns.slot.item(row) != NOBODY for columns in self.lower.values())
+
+    def has_lower(self, rows: Sequence[int]) -> bool:
+        """Whether any of these has a copy in a tier below memory."""
+        return any(
+            columns.slot.item(row) != NOBODY for columns in self.lower.values() for row in rows
+        )
 
     def is_leaf(self, row: int) -> bool:
         return bool(self._first_child[row] == NOBODY)
@@ -256,20 +263,47 @@ class PrefixIndex:
         self._link_all(rows[parents != NOBODY], parents[parents != NOBODY])
         return rows
 
-    def leave_memory(self, row: int) -> int | None:
-        """The block's replica in memory is gone; returns its parent's row if that has no children
-        in memory any more."""
-        self.place[row] = NOBODY
-        parent = int(self.parent[row])
+    def leave_memory(self, rows: Sequence[int]) -> int | None:
+        """The replicas in memory of a chain, its last block first, are gone; but for the first of
+        `rows`, none has a child in memory that is not among them. Returns the row before the chain
+        if that has no children in memory any more."""
+        self.place[rows] = NOBODY
+        self.memory_children[rows[1:]] = 0
+        parent = self.parent.item(rows[-1])
         if parent == NOBODY:
             return None
-        self.memory_children[parent] -= 1
-        return parent if self.memory_children[parent] == 0 else None
+        left = self.memory_children.item(parent) - 1
+        self.memory_children[parent] = left
+        return parent if left == 0 else None
 
     def enter_memory(self, rows: Rows) -> None:
         """These blocks have a replica in memory now, where `place` says already."""
         parents = self.parent[rows]
         np.add.at(self.memory_children, parents[parents != NOBODY], 1)
+
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Remove a chain without replicas, its last block first, which has no children; nor have
+        the others but for it."""
+        hash_of, row_of = self.hash_of, self.row_of
+        assert self._first_child.item(rows[0]) == NOBODY, "a block with children was removed"
+        for row in rows:
+            block = hash_of[row]
+            assert block is not None, "a row was removed twice"
+            row_of.remove(block)
+            hash_of[row] = None
+        self._unlink(rows[-1])
+        self._leave_lower(np.array(rows, dtype=np.int32))
+        self._spare_rows.extend(rows)
+
+    def are_only_children(self, rows: Sequence[int]) -> bool:
+        """Whether of this chain, its last block first, that one has no children and the others
+        none but it."""
+        chain = np.array(rows, dtype=np.int32)
+        if self._first_child.item(rows[0]) != NOBODY:
+            return False
+        before = self._first_child.take(chain[1:]) == chain[:-1]
+        before &= self._next_sibling.take(chain[:-1]) == NOBODY
+        return bool(np.count_nonzero(before) == len(before))
 
     def remove(self, row: int) -> None:
         """Remove a leaf without replicas."""

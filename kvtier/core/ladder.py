@@ -24,6 +24,7 @@ from kvtier.core.tenancy import Tenancy
 from kvtier.types import NamespaceId, RemovedFor, TierName
 
 Mask = npt.NDArray[np.bool_]
+_CORRUPT = int(ev.TransferOutcome.CORRUPT)  # NumPy is slow with an enum.
 # 0 for what is in memory, else which rung has the block, counted from 1.
 Origins = npt.NDArray[np.int8]
 
@@ -66,6 +67,8 @@ class Ladder:
     def origins(self, index: PrefixIndex, rows: Rows, absent: Mask) -> Origins:
         """Where each block would be read from: `absent` says which are not in memory."""
         found = np.zeros(len(rows), dtype=np.int8)
+        if not np.count_nonzero(absent):
+            return found
         for number, rung in enumerate(self.rungs.values(), start=1):
             if rung.lower.is_readable:
                 here = absent & (found == 0) & (rung.lower.columns(index).slot[rows] != NOBODY)
@@ -123,12 +126,14 @@ class Ladder:
         ]
 
     def on_demoted(self, event: ev.Demoted, now: float) -> list[ins.Instruction]:
-        corrupt = event.slots[event.outcomes == ev.TransferOutcome.CORRUPT]
+        corrupt = event.slots[event.outcomes == _CORRUPT]
         lost = self.lose_uncompared(self._namespaces[event.namespace], corrupt)
         return [*lost, *self.rungs[event.tier].demotions.on_demoted(event, now)]
 
     def lose_uncompared(self, residency: Residency, slots: Slots) -> list[ins.Instruction]:
         """What lies in these slots of memory is corrupt: so may be copies that nobody compares."""
+        if not len(slots):
+            return []
         rows = residency.tier.row[residency.tier.allocator.places_of(slots)]
         rows = rows[rows != NOBODY]
         found: list[ins.Instruction] = []

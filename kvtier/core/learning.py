@@ -15,7 +15,7 @@ from kvtier.core import events as ev
 from kvtier.core import instructions as ins
 from kvtier.core.salting import salted
 from kvtier.errors import UnknownNamespace
-from kvtier.policy.eviction import Keys, LearningPolicy, TurnKindPolicy
+from kvtier.policy.eviction import Keys, TurnKindPolicy
 from kvtier.types import BlockHash, NamespaceId, PackedHashes
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class Learning:
         """Of every policy for which it is time."""
         found: list[ins.Instruction] = []
         for namespace, residency in self._namespaces.items():
-            policy = residency.policy
-            work = policy.begin_refit() if isinstance(policy, LearningPolicy) else None
+            work = residency.learning.begin_refit() if residency.learning is not None else None
             if work is not None:
                 found.append(ins.Refit(namespace, residency.epoch, work))
         return found
@@ -107,6 +106,6 @@ class Learning:
     def _on_refitted(self, event: ev.Refitted, now: float) -> list[ins.Instruction]:
         residency = self._namespaces[event.namespace]
         if event.epoch == residency.epoch:  # Else it was cleared, and begins to learn anew.
-            assert isinstance(residency.policy, LearningPolicy), "a policy that does not learn"
-            residency.policy.end_refit(event.result)
+            assert residency.learning is not None, "a policy that does not learn"
+            residency.learning.end_refit(event.result)
         return []

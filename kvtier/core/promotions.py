@@ -25,7 +25,7 @@ from kvtier.core import instructions as ins
 from kvtier.core.engines import DAEMON_SESSION
 from kvtier.core.index import NOBODY, Rows
 from kvtier.core.ladder import Ladder, Rung
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import RESERVED, Places
 from kvtier.core.residency import Residency
 from kvtier.core.runs import runs_of
 from kvtier.core.segments import Slots
@@ -239,7 +239,7 @@ class Promotions:
 
     def hasten(self, residency: Residency, places: Places) -> None:
         """Somebody waits for these now: they are not read last, whoever asked for them."""
-        if not len(places) or not (residency.tier.state[places] == ReplicaState.RESERVED).any():
+        if not len(places) or not (residency.tier.state[places] == RESERVED).any():
             return
         for queue in self._queues.values():
             for asked in queue.asked():
@@ -344,7 +344,7 @@ class Promotions:
         places, lower_slots = asked.places[part], asked.lower_slots[part]
         asked.begun_count += len(places)
         queue.waiting_bytes -= _bytes(residency, len(places))
-        wanted = tier.state[places] == ReplicaState.RESERVED
+        wanted = tier.state[places] == RESERVED
         if asked.want is Want.LEASE:
             wanted &= tier.lease_pins[places] > 0
         if not lower.is_readable:

@@ -12,13 +12,14 @@ import numpy as np
 
 from kvtier.core.index import NOBODY, USES_MAX, PrefixIndex, RowFlag, Rows
 from kvtier.core.learning import IndexedBlocks, rows_and_keys
+from kvtier.core.leaving import Leaving, is_in_memory
 from kvtier.core.namespace_facts import NamespaceFacts
-from kvtier.core.replica import Places, ReplicaState
+from kvtier.core.replica import RESERVED, Places
 from kvtier.core.runs import Run
 from kvtier.core.slices import CommittedSlice, LeasedSlice, Lost
 from kvtier.core.slots import Slots
 from kvtier.core.tiers import MemoryTier
-from kvtier.policy.eviction import Evictable, PolicyMaker
+from kvtier.policy.eviction import ForecastingPolicy, LearningPolicy, PolicyMaker
 from kvtier.types import BlockHash, CommitOutcome, Cut, PrefixMatch, Presence, SlabSetId, TierName
 
 
@@ -44,7 +45,7 @@ class Residency:
         self.evicted_count = 0
         self.void_count = 0  # Rises whenever resident blocks are voided.
         self._make_policy = make_policy
-        self.policy = make_policy(IndexedBlocks(self.index, facts))
+        self._begin_policy()
         self._trash: list[PrefixIndex] = []
 
     # --------------------------------------------------------------------------------- leasing
@@ -68,9 +69,9 @@ class Residency:
         rows, cut = self.straight_rows(hashes, after)
         places = self.index.place[rows]
         ready = self.tier.is_ready(places)
-        absent = np.flatnonzero(~ready[mapped_from:])
-        if len(absent):
-            places, cut = places[: mapped_from + int(absent[0])], Cut.DEADLINE
+        absent = ready[mapped_from:].argmin() if len(ready) > mapped_from else 0
+        if len(ready) > mapped_from and not ready[mapped_from + absent]:
+            places, cut = places[: mapped_from + int(absent)], Cut.DEADLINE
         if mapped_from:
             places = np.where(ready[: len(places)], places, np.int32(NOBODY))
         mapped = self.mapped_count(places, mapped_from, usable)
@@ -144,9 +145,7 @@ class Residency:
         return low
 
     def is_in_memory(self, row: int) -> bool:
-        place = int(self.index.place[row])
-        # As numbers: comparing one of NumPy's with an enum takes 3 µs, most of an eviction.
-        return place != NOBODY and int(self.tier.state[place]) == ReplicaState.READY
+        return is_in_memory(self.index, self.tier, row)
 
     # ------------------------------------------------------------------------------ committing
 
@@ -254,11 +253,14 @@ class Residency:
         """
         hashes: list[BlockHash] = []
         places: list[int] = []
-        for row in self.policy.nominate(count, self._verdict):
-            hashes.append(self._hash(row))
-            places.append(int(self.index.place[row]))
-            self._leave_memory(row)
-            self.evicted_count += 1
+        if count < 1:
+            return hashes
+        leaving = Leaving(self.index, self.tier)
+        for rows in self.policy.nominate(count, leaving.may_evict, leaving.chain_of):
+            hashes.extend(map(self._hash, rows))
+            places.extend(map(self.index.place.item, rows))
+            self._leave_memory(rows)
+            self.evicted_count += len(rows)
         self.tier.drop(np.array(places, dtype=np.int32))
         return hashes
 
@@ -279,7 +281,7 @@ class Residency:
             place = int(self.index.place[row])
             if place != NOBODY:
                 lost.from_memory.append(block)
-                self._leave_memory(row)
+                self._leave_memory([row])
                 self.tier.drop(np.array([place], dtype=np.int32))
             else:
                 self.index.remove(row)
@@ -302,16 +304,16 @@ class Residency:
         hashes = []
         for place in places[self.tier.row[places] != NOBODY].tolist():
             row = int(self.tier.row[place])
-            if self.tier.state[place] == ReplicaState.RESERVED:
+            if self.tier.state[place] == RESERVED:
                 self.index.place[row] = NOBODY  # It was being promoted; it still is below.
                 continue
             if not self.index.has_row(row):
                 continue  # Doomed already: the sweep will void it.
             hashes.append(self._hash(row))
-            self._leave_memory(row)
+            self._leave_memory([row])
             self.tier.void(np.array([place], dtype=np.int32))
         self.void_count += len(hashes)
-        filling = places[self.tier.state[places] == ReplicaState.RESERVED]
+        filling = places[self.tier.state[places] == RESERVED]
         self.tier.void(filling)
         return hashes
 
@@ -329,7 +331,7 @@ class Residency:
         self.tier.void_all()
         self._trash.append(self.index)
         self.index = self._make_index()
-        self.policy = self._make_policy(IndexedBlocks(self.index, self.facts))
+        self._begin_policy()
         self.epoch = epoch
         self.void_count += 1
         return voided_count
@@ -406,6 +408,12 @@ class Residency:
 
     # --------------------------------------------------------------------------------- helpers
 
+    def _begin_policy(self) -> None:
+        self.policy = policy = self._make_policy(IndexedBlocks(self.index, self.facts))
+        # What else it can do; asked here, for each asking takes as long as an eviction.
+        self.learning = policy if isinstance(policy, LearningPolicy) else None
+        self.forecasting = policy if isinstance(policy, ForecastingPolicy) else None
+
     def _make_index(self) -> PrefixIndex:
         return PrefixIndex(self._lower, chained=self.facts.chained)
 
@@ -419,8 +427,9 @@ class Residency:
         expected = np.empty_like(rows)
         expected[0] = before
         expected[1:] = rows[:-1]
-        crooked = np.flatnonzero(self.index.parent[rows] != expected)
-        return int(crooked[0]) if len(crooked) else len(rows)
+        crooked = self.index.parent.take(rows) != expected
+        first = int(crooked.argmax())
+        return first if crooked[first] else len(rows)
 
     def mapped_count(
         self, places: Places, mapped_from: int, usable: Collection[SlabSetId] | None
@@ -428,8 +437,11 @@ class Residency:
         if usable is None or mapped_from >= len(places):
             return len(places)
         allocator = self.tier.allocator
+        ordinals = allocator.ordinals_of(usable)
         mask = np.zeros(allocator.place_count // allocator.set_slot_count, dtype=np.bool_)
-        mask[allocator.ordinals_of(usable)] = True
+        if len(ordinals) == len(mask):
+            return len(places)
+        mask[ordinals] = True
         unmapped = np.flatnonzero(~mask[places[mapped_from:] // allocator.set_slot_count])
         return mapped_from + int(unmapped[0]) if len(unmapped) else len(places)
 
@@ -447,31 +459,16 @@ class Residency:
         run.hashes.clear()
         run.parent_row = last
 
-    def _verdict(self, row: int) -> Evictable:
-        # A doomed row must not be taken out twice; it leaves the policy when it is swept.
-        if not self.index.has_row(row) or self.index.memory_children[row]:
-            return Evictable.INNER
-        if not self.is_in_memory(row):
-            return Evictable.INNER  # Announced while in memory; it will be announced again.
-        if self.tier.is_pinned(int(self.index.place[row])):
-            return Evictable.HELD
-        return Evictable.YES
-
     def _may_go(self, row: int) -> bool:
         """Whether nothing depends on the block and nobody holds it."""
         place = int(self.index.place[row])
         held = place != NOBODY and (not self.is_in_memory(row) or self.tier.is_pinned(place))
         return self.index.is_leaf(row) and not held
 
-    def _leave_memory(self, row: int) -> None:
-        """The block's READY replica in memory goes; the caller ends it in the tier."""
-        parent = self.index.leave_memory(row)
-        self.policy.on_remove([row])
-        if not self.index.is_lower(row):
-            if self.index.is_leaf(row):
-                self.index.remove(row)
-            else:
-                self.index.doom(row)
+    def _leave_memory(self, rows: Sequence[int]) -> None:
+        """The READY replicas in memory of a chain, its last block first, go; the caller ends them
+        in the tier."""
+        parent = Leaving(self.index, self.tier).leave(rows, self.policy)
         if parent is not None and self.is_in_memory(parent):
             self.policy.on_leaf(parent)
 

@@ -47,7 +47,9 @@ class SlotAllocator:
         self._taken = np.zeros(0, dtype=np.bool_)
         self._spare_ordinals: list[int] = []
         self._firsts = np.zeros(0, dtype=np.int64)  # Ascending slot_first of the sets …
-        self._first_ordinals = np.zeros(0, dtype=np.int64)  # … and their ordinals.
+        self._place_firsts = np.zeros(0, dtype=np.int64)  # … and their first places.
+        # By ordinal: how far a slot's number is ahead of its place.
+        self._slots_ahead = np.zeros(0, dtype=np.int64)
 
     @property
     def place_count(self) -> int:
@@ -92,7 +94,11 @@ class SlotAllocator:
 
     def free_count_in(self, usable: Collection[SlabSetId] | None) -> int:
         """Free slots of these sets; of all sets when `usable` is None."""
-        return sum(stack.count for stack in self._usable_stacks(usable))
+        return sum(
+            stack.count
+            for stack in self._stacks.values()
+            if not stack.withdrawn and (usable is None or stack.slab_set in usable)
+        )
 
     def take(
         self,
@@ -115,8 +121,8 @@ class SlotAllocator:
                 parts.append(stack.places[stack.count - share : stack.count][::-1].copy())
                 stack.count -= share
                 count -= share
-        places = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
-        assert not self._taken[places].any(), "a taken slot was on the free stack"
+        places = _joined(parts)
+        assert not np.count_nonzero(self._taken.take(places)), "a taken slot was on the free stack"
         self._taken[places] = True
         return places
 
@@ -152,12 +158,14 @@ class SlotAllocator:
         """Free these slots; each must be taken."""
         if not len(places):
             return
-        assert self._taken[places].all(), "a slot was released that is not taken"
+        taken = np.count_nonzero(self._taken.take(places))
+        assert taken == len(places), "a slot was released that is not taken"
         self._taken[places] = False
         ordinals = places // self.set_slot_count
-        for ordinal in np.unique(ordinals).tolist():
+        named = set(ordinals.tolist())
+        for ordinal in named:  # In whichever order: each has a stack of its own.
             stack = self._stack_at[ordinal]
-            share = places[ordinals == ordinal]
+            share = places if len(named) == 1 else places[ordinals == ordinal]
             stack.places[stack.count : stack.count + len(share)] = share[::-1]
             stack.count += len(share)
 
@@ -201,21 +209,18 @@ class SlotAllocator:
         if not len(slots):
             return np.zeros(0, dtype=np.int32)
         wide = slots.astype(np.int64)
-        where = np.searchsorted(self._firsts, wide, side="right") - 1
-        known = where >= 0
-        offsets = wide - self._firsts[np.where(known, where, 0)] if len(self._firsts) else wide
-        known &= offsets < self.set_slot_count
-        if not known.all():
+        # A number below all sets is compared with the last one, so its offset is negative.
+        where = self._firsts.searchsorted(wide, side="right") - 1
+        offsets = wide - self._firsts.take(where) if len(self._firsts) else np.full_like(wide, -1)
+        known = (offsets >= 0) & (offsets < self.set_slot_count)
+        if np.count_nonzero(known) != len(known):
             slot = int(slots[~known][0])
             raise NotReserved(f"slot {slot} is not a slot of this namespace")
-        return (self._first_ordinals[where] * self.set_slot_count + offsets).astype(np.int32)
+        return (self._place_firsts.take(where) + offsets).astype(np.int32)
 
     def slots_of(self, places: Places) -> Slots:
         """Slot numbers of places, the inverse of `places_of`."""
-        firsts = np.zeros(len(self._taken) // self.set_slot_count, dtype=np.int64)
-        firsts[self._first_ordinals] = self._firsts
-        ordinals, offsets = np.divmod(places, self.set_slot_count)
-        return (firsts[ordinals] + offsets).astype(np.uint32)
+        return (places + self._slots_ahead.take(places // self.set_slot_count)).astype(np.uint32)
 
     def check_invariants(self) -> list[str]:
         found = []
@@ -240,4 +245,13 @@ class SlotAllocator:
     def _rebuild_firsts(self) -> None:
         stacks = sorted(self._stacks.values(), key=lambda stack: stack.slot_first)
         self._firsts = np.array([stack.slot_first for stack in stacks], dtype=np.int64)
-        self._first_ordinals = np.array([stack.ordinal for stack in stacks], dtype=np.int64)
+        ordinals = np.array([stack.ordinal for stack in stacks], dtype=np.int64)
+        self._place_firsts = ordinals * self.set_slot_count
+        self._slots_ahead = np.zeros(len(self._taken) // self.set_slot_count, dtype=np.int64)
+        self._slots_ahead[ordinals] = self._firsts - self._place_firsts
+
+
+def _joined(parts: list[Places]) -> Places:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)

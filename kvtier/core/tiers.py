@@ -11,6 +11,7 @@ Columns are indexed by place (core/slots.py). A taken slot is in exactly one of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -19,7 +20,17 @@ import numpy.typing as npt
 
 from kvtier.core.columns import grow
 from kvtier.core.index import NOBODY
-from kvtier.core.replica import Places, ReplicaEvent, ReplicaState, move, move_all
+from kvtier.core.replica import (
+    GONE,
+    LEAVING,
+    READY,
+    RESERVED,
+    Places,
+    ReplicaEvent,
+    ReplicaState,
+    move,
+    move_all,
+)
 from kvtier.core.slots import SlotAllocator, Slots
 from kvtier.types import SessionId, SlabSetId
 
@@ -64,7 +75,7 @@ class MemoryTier:
     def add_set(self, slab_set: SlabSetId, slot_first: int) -> None:
         self.allocator.add_set(slab_set, slot_first)
         count = self.allocator.place_count
-        grow(self.state, count, ReplicaState.GONE)
+        grow(self.state, count, GONE)
         grow(self.row, count, NOBODY)
         grow(self.owner, count, NOBODY)
         grow(self.lease_pins, count, 0)
@@ -98,7 +109,7 @@ class MemoryTier:
 
     def abort(self, places: Places) -> None:
         """End the reservation of these slots, voided ones too, and free them."""
-        open_places = places[self.state[places] == ReplicaState.RESERVED]
+        open_places = places[self.state[places] == RESERVED]
         move(self.state, open_places, ReplicaEvent.ABORT)
         self.row[open_places] = NOBODY
         self._disown(places)
@@ -139,10 +150,15 @@ class MemoryTier:
 
     def drop(self, places: Places) -> None:
         """End READY replicas that a policy nominated and nothing holds; frees the slots."""
+        if not len(places):
+            return
         move(self.state, places, ReplicaEvent.NOMINATE)
         move(self.state, places, ReplicaEvent.DROP)
         self.row[places] = NOBODY
-        self.free_idle(places)
+        assert not (self.lease_pins.take(places) | self.transfer_pins.take(places)).any(), (
+            "a held block was evicted"
+        )
+        self.allocator.release(places)
 
     def void(self, places: Places) -> None:
         """End replicas in whatever state; a slot is freed when the last hold on it ends."""
@@ -152,7 +168,7 @@ class MemoryTier:
 
     def void_all(self) -> None:
         """End every replica at once (Clear); `free_some` then frees the slots in slices."""
-        alive = self.state != ReplicaState.GONE
+        alive = self.state != GONE
         move_all(self.state, alive, ReplicaEvent.VOID)
         self.row.fill(NOBODY)
         self._unfreed_from = 0
@@ -172,9 +188,11 @@ class MemoryTier:
 
     def free_idle(self, places: Places) -> None:
         """Free those slots whose replica is GONE and which nobody pins or fills."""
+        places = places[self.state.take(places) == GONE]
+        if not len(places):
+            return
         idle = (
-            (self.state[places] == ReplicaState.GONE)
-            & (self.owner[places] == NOBODY)
+            (self.owner[places] == NOBODY)
             & (self.lease_pins[places] == 0)
             & (self.transfer_pins[places] == 0)
         )
@@ -186,38 +204,42 @@ class MemoryTier:
         """Where a READY replica is; False for NOBODY."""
         if not len(self.state):
             return np.zeros(len(places), dtype=np.bool_)
-        ready: npt.NDArray[np.bool_] = (self.state[places] == ReplicaState.READY) & (places >= 0)
+        ready: npt.NDArray[np.bool_] = self.state.take(places) == READY
+        ready &= places >= 0
         return ready
 
     def are_gone(self, places: Places) -> npt.NDArray[np.bool_]:
         """Where nothing is committed any more; True for NOBODY, a slot whose set is gone."""
         gone: npt.NDArray[np.bool_] = places == NOBODY
-        gone[~gone] = self.state[places[~gone]] == ReplicaState.GONE
+        gone[~gone] = self.state[places[~gone]] == GONE
         return gone
 
     def is_pinned(self, place: int) -> bool:
-        return bool(self.lease_pins[place] or self.transfer_pins[place])
+        return bool(self.lease_pins.item(place) or self.transfer_pins.item(place))
 
     def lease_room(self, places: Places, limit_count: int) -> int:
         """How many of `places`, from the first on, may be lease-pinned within the limit.
 
         NOBODY among them takes no room.
         """
+        room = limit_count - self.leased_count
+        if room >= len(places):
+            return len(places)
         held = places >= 0
         fresh = np.zeros(len(places), dtype=np.int64)
         fresh[held] = self.lease_pins[places[held]] == 0
-        fresh = np.cumsum(fresh)
-        room = limit_count - self.leased_count
-        return int(np.searchsorted(fresh, room, side="right"))
+        return int(np.searchsorted(np.cumsum(fresh), room, side="right"))
 
     def pin_for_lease(self, places: Places) -> None:
-        self.leased_count += int((self.lease_pins[places] == 0).sum())
-        self.lease_pins[places] += 1
+        pins = self.lease_pins.take(places)
+        self.leased_count += int(np.count_nonzero(pins == 0))
+        self.lease_pins[places] = pins + 1
 
     def unpin_lease(self, places: Places) -> None:
-        assert (self.lease_pins[places] > 0).all(), "a lease pin ended twice"
-        self.lease_pins[places] -= 1
-        idle = places[self.lease_pins[places] == 0]
+        pins = self.lease_pins.take(places) - 1
+        assert not np.count_nonzero(pins < 0), "a lease pin ended twice"
+        self.lease_pins[places] = pins
+        idle = places[pins == 0]
         self.leased_count -= len(idle)
         self.free_idle(idle)
 
@@ -239,17 +261,17 @@ class MemoryTier:
 
     def held_count(self) -> int:
         """Taken slots whose replica is GONE."""
-        return self.allocator.taken_count - int((self.state != ReplicaState.GONE).sum())
+        return self.allocator.taken_count - int((self.state != GONE).sum())
 
     def check_invariants(self) -> list[str]:
         found = self.allocator.check_invariants()
-        resident = (self.state == ReplicaState.READY) | (self.state == ReplicaState.LEAVING)
-        promoting = (self.state == ReplicaState.RESERVED) & (self.row != NOBODY)
+        resident = (self.state == READY) | (self.state == LEAVING)
+        promoting = (self.state == RESERVED) & (self.row != NOBODY)
         if ((self.row != NOBODY) != (resident | promoting)).any():
             found.append("a slot's row and its replica's state disagree")
         if (self.owner[promoting] != DAEMON_OWNER).any():
             found.append("a block is promoted into a slot that is not the daemon's")
-        if ((self.state == ReplicaState.RESERVED) & (self.owner == NOBODY)).any():
+        if ((self.state == RESERVED) & (self.owner == NOBODY)).any():
             found.append("a RESERVED slot has no owner")
         if (resident & (self.owner != NOBODY)).any():
             found.append("a READY slot has an owner that may write")
@@ -267,7 +289,7 @@ class MemoryTier:
     def _check_taken(self) -> list[str]:
         places = np.arange(self.allocator.place_count, dtype=np.int32)
         used = (
-            (self.state[places] != ReplicaState.GONE)
+            (self.state[places] != GONE)
             | (self.owner != NOBODY)
             | (self.lease_pins > 0)
             | (self.transfer_pins > 0)
@@ -279,8 +301,7 @@ class MemoryTier:
         return []
 
     def _disown(self, places: Places) -> None:
-        sessions, counts = np.unique(self.owner[places], return_counts=True)
-        for session, count in zip(sessions.tolist(), counts.tolist(), strict=True):
+        for session, count in sorted(Counter(self.owner.take(places).tolist()).items()):
             assert session != NOBODY, "a slot without owner was committed or aborted"
             left = self.reserved_by[SessionId(session)] - count
             if left:

@@ -7,11 +7,11 @@ it loses to LRU (docs/policies.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from kvtier.policy.eviction import Blocks, Evictable, Keys, Rows
+from kvtier.policy.eviction import Blocks, ChainOf, Evictable, Keys, MayEvict, Rows, Victims, alone
 from kvtier.policy.lru import LruPolicy
 
 
@@ -79,7 +79,8 @@ class ArcPolicy:
         """Of no use: which list goes first is not a matter of time."""
         return False
 
-    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
+    def nominate(self, count: int, may_evict: MayEvict, chain_of: ChainOf = alone) -> Victims:
+        """One by one: each may change which list goes first."""
         seen: set[int] = set()
 
         def verdict(row: int) -> Evictable:
@@ -96,28 +97,28 @@ class ArcPolicy:
                     return
                 count -= 1
                 seen.add(row)
-                yield row
+                yield (row,)
         finally:
             for one in running.values():
                 one.close()
 
     def _next(
         self,
-        running: dict[LruPolicy, Generator[int, None, None]],
+        running: dict[LruPolicy, Generator[Sequence[int], None, None]],
         count: int,
-        verdict: Callable[[int], Evictable],
+        verdict: MayEvict,
     ) -> int | None:
         """The next victim, of the list that is too long if it has one."""
         turns = [self._once, self._often]
         if self._once_count <= self._once_aim:
             turns.reverse()
         for one in turns:
-            row = next(running[one], None)
-            if row is None:  # It had no more; but the last victim's parent may be a leaf now.
+            victim = next(running[one], None)
+            if victim is None:  # It had no more; but the last victim's parent may be a leaf now.
                 running[one] = one.nominate(count, verdict)
-                row = next(running[one], None)
-            if row is not None:
-                return row
+                victim = next(running[one], None)
+            if victim is not None:
+                return victim[0]
         return None
 
     def _was_ghost(self, key: int) -> bool:

@@ -9,13 +9,13 @@ and heaps know of leaves only.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.policy.eviction import Evictable
+from kvtier.policy.eviction import ChainOf, Evictable, MayEvict, Victims
 
 Entry = tuple[float, int]  # Time of use, row; both negative in the heap of the youngest.
 Offer = tuple[float, float, int, int]  # What it is worth, time of use, row, class.
@@ -105,9 +105,7 @@ class Leaves:
 
     # ------------------------------------------------------------------------------- nominating
 
-    def nominate(
-        self, count: int, may_evict: Callable[[int], Evictable], worth: Worth
-    ) -> Iterator[int]:
+    def nominate(self, count: int, may_evict: MayEvict, chain_of: ChainOf, worth: Worth) -> Victims:
         """As `EvictionPolicy.nominate`; the least by (worth, time of use, row) goes first."""
         self._fresh = []
         try:
@@ -118,9 +116,20 @@ class Leaves:
                 _, used_at, row, kind = offer
                 if used_at not in self._at[kind] or row not in self._rows[kind]:
                     continue  # Another block of its class has taken its place since.
-                for victim in self._run(offer, count, may_evict, worth, heap):
-                    count -= 1
-                    yield victim
+                verdict = may_evict(row)
+                if verdict is Evictable.INNER:
+                    self._is_leaf[row] = False
+                else:
+                    self._passed.add(row)
+                if verdict is Evictable.YES:
+                    chain = chain_of(row, count)
+                    if len(chain) > 1:
+                        self._is_leaf[row] = False  # As it is going to be, to see who comes then.
+                        self._changed.add(kind)
+                        self._offer_changed(heap, worth)
+                        chain = self._alike(chain, offer, heap)
+                    count -= len(chain)
+                    yield chain
                 self._push_fresh()
                 self._changed.add(kind)
                 self._offer_changed(heap, worth)
@@ -133,44 +142,19 @@ class Leaves:
             self._put_off.clear()
             self._passed.clear()
 
-    def _run(
-        self,
-        offer: Offer,
-        count: int,
-        may_evict: Callable[[int], Evictable],
-        worth: Worth,
-        heap: list[Offer],
-    ) -> Iterator[int]:
-        """The best candidate and, while these are the best, the blocks before it in its chain.
-
-        As a rule these have its time and class, and are worth as little; and nothing else changes
-        meanwhile. So a chain goes without a look at the other classes.
-        """
-        its_worth, used_at, row, kind = offer
-        is_first = True
-        while True:  # Ends: a chain does.
-            verdict = may_evict(row)
-            if verdict is Evictable.INNER:
-                self._is_leaf[row] = False
-                return
-            self._passed.add(row)
-            if verdict is Evictable.HELD:
-                return
-            count -= 1
-            yield row
-            fresh = self._fresh
-            if count == 0 or fresh is None or len(fresh) != 1:
-                return
-            row = fresh[0]
-            if self.used_at[row] != used_at or self.kind[row] != kind:
-                return
-            if is_first:
-                is_first = False
-                self._changed.add(kind)
-                self._offer_changed(heap, worth)
-            if heap and heap[0] < (its_worth, used_at, row):
-                return
-            fresh.clear()
+    def _alike(self, chain: Sequence[int], offer: Offer, heap: list[Offer]) -> Sequence[int]:
+        """How much of the chain goes before every other candidate: what has the time and the class
+        of its last block, and so is worth as little."""
+        its_worth, used_at, _, kind = offer
+        for place, row in enumerate(chain):
+            if place and (
+                self.used_at.item(row) != used_at
+                or self.kind.item(row) != kind
+                or self._is_leaf.item(row)
+                or (heap and heap[0] < (its_worth, used_at, row))
+            ):
+                return chain[:place]
+        return chain
 
     def _offers(self, worth: Worth) -> list[Offer]:
         """Of all candidates, as a heap."""

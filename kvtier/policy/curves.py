@@ -11,21 +11,24 @@ With one class the order is LRU. How curves become worth: kvtier/policy/reuse_cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.policy.class_leaves import Leaves
+from kvtier.policy.class_leaves import Leaves, Worth
 from kvtier.policy.curve_fit import Fitted, Sample, Tally, fit
 from kvtier.policy.eviction import (
     Blocks,
-    Evictable,
+    ChainOf,
     EvictionOrder,
     GuardReport,
     Keys,
+    MayEvict,
     Rows,
+    Victims,
+    alone,
 )
 from kvtier.policy.guard import AgeAlone, Guard
 from kvtier.policy.reuse_classes import ENDED, SHARED_LOG2_MAX, UNKNOWN, ClassTable, Request
@@ -146,13 +149,14 @@ class CurvesPolicy:
         told = classes.of_turn_kind(leaves.kind[mine], turn_kind)
         leaves.move(mine, leaves.used_at[mine], told)
 
-    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
+    def nominate(self, count: int, may_evict: MayEvict, chain_of: ChainOf = alone) -> Victims:
         self._worth.now = self._now
+        worth: Worth = self._worth
         if self._guard is not None:
             self._guard.note_full(self._resident_count, self._now)
             if self._guard.order is EvictionOrder.BY_AGE:
-                return self._leaves.nominate(count, may_evict, self._age_alone)
-        return self._leaves.nominate(count, may_evict, self._worth)
+                worth = self._age_alone
+        return self._leaves.nominate(count, may_evict, chain_of, worth)
 
     def guard_report(self) -> GuardReport:
         if self._guard is None:

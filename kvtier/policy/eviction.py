@@ -31,6 +31,18 @@ class Evictable(Enum):
     INNER = auto()  # It has children; `on_leaf` will tell when that changes.
 
 
+MayEvict = Callable[[int], Evictable]
+# Of a leaf that may go, and at most so many blocks: it and those before it in its chain, each of
+# which will be a leaf that may go when those after it are gone.
+ChainOf = Callable[[int, int], Sequence[int]]
+Victims = Iterator[Sequence[int]]
+
+
+def alone(row: int, count: int) -> Sequence[int]:
+    """The `ChainOf` of whoever evicts one by one."""
+    return (row,)
+
+
 class Blocks(Protocol):
     """What a policy may ask of the blocks that it was told of."""
 
@@ -72,11 +84,13 @@ class EvictionPolicy(Protocol):
         """A user's session over this prefix has ended; whether the policy makes use of that."""
         ...
 
-    def nominate(self, count: int, may_evict: Callable[[int], Evictable]) -> Iterator[int]:
+    def nominate(self, count: int, may_evict: MayEvict, chain_of: ChainOf = alone) -> Victims:
         """Up to `count` different leaves to evict, best victim first; removes nobody.
 
-        One at a time, because evicting one may make its parent a leaf, and that the best victim of
-        all: between two of them the manager evicts and tells. It runs the iterator to its end.
+        A few at a time, because evicting one may make its parent a leaf, and that the best victim
+        of all: between two steps the manager evicts and tells. A step names one leaf, or of what
+        `chain_of` says of it a part from its first on, where nothing else would have come between
+        them. The manager runs the iterator to its end.
         """
         ...
 

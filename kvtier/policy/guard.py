@@ -83,8 +83,8 @@ class ShadowCache:
     def shrink(self, count_max: int) -> None:
         excess = len(self) - count_max
         if excess > 0:
-            for row in self._leaves.nominate(excess, self._may_evict, self._worth):
-                self._evict(row)
+            for rows in self._leaves.nominate(excess, self._may_evict, self._chain_of, self._worth):
+                self._evict(rows)
 
     def _insert(
         self, keys: Sequence[int], parent: int, now: float, kinds: npt.NDArray[np.int16]
@@ -109,11 +109,22 @@ class ShadowCache:
     def _may_evict(self, row: int) -> Evictable:
         return Evictable.INNER if self._children[row] else Evictable.YES
 
-    def _evict(self, row: int) -> None:
-        self._leaves.remove([row])
-        del self._row_of[self._key_of[row]]
-        self._spare.append(row)
-        parent = self._parent[row]
+    def _chain_of(self, row: int, count: int) -> Sequence[int]:
+        chain = [row]
+        while len(chain) < count:
+            row = self._parent[row]
+            if row < 0 or self._children[row] > 1:
+                break
+            chain.append(row)
+        return chain
+
+    def _evict(self, rows: Sequence[int]) -> None:
+        self._leaves.remove(rows)
+        for row in rows:
+            del self._row_of[self._key_of[row]]
+            self._children[row] = 0
+        self._spare.extend(rows)
+        parent = self._parent[rows[-1]]
         if parent >= 0:
             self._children[parent] -= 1
             if not self._children[parent]:

@@ -11,11 +11,21 @@ a touch costs no heap operation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterator, Sequence
+import math
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from kvtier.policy.eviction import Blocks, Evictable, Keys, Rows
+from kvtier.policy.eviction import (
+    Blocks,
+    ChainOf,
+    Evictable,
+    Keys,
+    MayEvict,
+    Rows,
+    Victims,
+    alone,
+)
 
 _NEVER = -np.inf
 _GONE = np.nan
@@ -43,9 +53,9 @@ class LruPolicy:
         self._used_at[rows] = now
 
     def on_leaf(self, row: int) -> None:
-        if not self._in_heap[row]:
+        if not self._in_heap.item(row):
             self._in_heap[row] = True
-            self._push(float(self._used_at[row]), row)
+            self._push(self._used_at.item(row), row)
 
     def on_remove(self, rows: Sequence[int]) -> None:
         self._used_at[rows] = _GONE
@@ -63,21 +73,25 @@ class LruPolicy:
         return True
 
     def nominate(
-        self, count: int, may_evict: Callable[[int], Evictable]
-    ) -> Generator[int, None, None]:
+        self, count: int, may_evict: MayEvict, chain_of: ChainOf = alone
+    ) -> Generator[Sequence[int], None, None]:
         kept: list[tuple[float, int]] = []
         try:
-            yield from self._leaves(count, may_evict, kept)
+            yield from self._leaves(count, may_evict, chain_of, kept)
         finally:
             for used_at, row in kept:
-                if np.isnan(self._used_at[row]):
+                if math.isnan(self._used_at.item(row)):
                     self._in_heap[row] = False
                 else:
                     self._push(used_at, row)
 
     def _leaves(
-        self, count: int, may_evict: Callable[[int], Evictable], kept: list[tuple[float, int]]
-    ) -> Iterator[int]:
+        self,
+        count: int,
+        may_evict: MayEvict,
+        chain_of: ChainOf,
+        kept: list[tuple[float, int]],
+    ) -> Victims:
         """Adds to `kept` what it has taken out of the heap and does not know to be gone."""
         seen: set[int] = set()
         while self._heap and count > 0:
@@ -86,8 +100,8 @@ class LruPolicy:
                 self._in_front[row] = False
             if row in seen:
                 continue
-            actual = float(self._used_at[row])
-            if np.isnan(actual):
+            actual = self._used_at.item(row)
+            if math.isnan(actual):
                 self._in_heap[row] = False
                 continue
             if actual != used_at:
@@ -100,8 +114,21 @@ class LruPolicy:
             seen.add(row)
             kept.append((used_at, row))
             if verdict is Evictable.YES:
-                count -= 1
-                yield row
+                chain = self._alike(chain_of(row, count), used_at)
+                count -= len(chain)
+                yield chain
+
+    def _alike(self, chain: Sequence[int], used_at: float) -> Sequence[int]:
+        """How much of it goes before every other leaf: what was used with the first one."""
+        first = self._heap[0] if self._heap else None
+        for place, row in enumerate(chain):
+            if place and (
+                self._used_at.item(row) != used_at
+                or self._in_heap.item(row)
+                or (first is not None and first < (used_at, row))
+            ):
+                return chain[:place]
+        return chain
 
     def _push(self, used_at: float, row: int) -> None:
         heapq.heappush(self._heap, (used_at, row))

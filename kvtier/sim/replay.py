@@ -6,6 +6,7 @@ after it, for as long as the policy keeps it; evicted are leaves only, as the ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,8 +91,8 @@ class _Tier:
             self._insert(fresh, now)
         excess = self._count - self._capacity
         if excess > 0:
-            for block in self._policy.nominate(excess, self._may_evict):
-                self._evict(block)
+            for chain in self._policy.nominate(excess, self._may_evict, self._chain_of):
+                self._evict(chain)
 
     def _insert(self, fresh: Blocks, now: float) -> None:
         self._resident[fresh] = True
@@ -106,11 +107,22 @@ class _Tier:
     def _may_evict(self, block: int) -> Evictable:
         return Evictable.INNER if self._children[block] else Evictable.YES
 
-    def _evict(self, block: int) -> None:
-        self._resident[block] = False
-        self._count -= 1
-        self._policy.on_remove([block])
-        parent = self._parent[block]
+    def _chain_of(self, block: int, count: int) -> Sequence[int]:
+        chain = [block]
+        while len(chain) < count:
+            block = self._parent[block]
+            if block < 0 or self._children[block] > 1:
+                break
+            chain.append(block)
+        return chain
+
+    def _evict(self, chain: Sequence[int]) -> None:
+        self._resident[chain] = False
+        self._count -= len(chain)
+        self._policy.on_remove(chain)
+        for block in chain[1:]:
+            self._children[block] = 0
+        parent = self._parent[chain[-1]]
         if parent >= 0:
             self._children[parent] -= 1
             if not self._children[parent]:

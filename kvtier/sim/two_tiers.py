@@ -95,7 +95,7 @@ class _Store:
     def shrink(self) -> None:
         excess = self._count - self._capacity
         if excess > 0:
-            for block in self._policy.nominate(excess, self._may_evict):
+            for (block,) in self._policy.nominate(excess, self._may_evict):
                 self.remove(block)
                 self._leaving(block)
 

@@ -10,9 +10,11 @@ import pytest
 
 from kvtier.policy.eviction import (
     TURN_KINDS_MAX,
+    ChainOf,
     Evictable,
     EvictionPolicy,
     TurnKindPolicy,
+    alone,
 )
 
 
@@ -47,7 +49,21 @@ class EvictionPolicyContract(ABC):
                 return Evictable.INNER
             return Evictable.HELD if row in held else Evictable.YES
 
-        return list(policy.nominate(count, verdict))
+        return [row for (row,) in policy.nominate(count, verdict)]
+
+    def evicted(self, policy: EvictionPolicy, count: int, *, held: Iterable[int] = ()) -> list[int]:
+        """Of one chain 0, 1, …: what goes, as the block manager has it go."""
+        gone: list[int] = []
+
+        def verdict(row: int) -> Evictable:
+            return Evictable.HELD if row in held else Evictable.YES
+
+        for (row,) in policy.nominate(count, verdict):
+            gone.append(row)
+            policy.on_remove([row])
+            if row:
+                policy.on_leaf(row - 1)
+        return gone
 
     def test_nothing_is_nominated_of_nothing(self, policy: EvictionPolicy) -> None:
         assert self.nominated(policy, 5) == []
@@ -71,6 +87,30 @@ class EvictionPolicyContract(ABC):
         self.chain(policy, 1, now=2.0)
         assert self.nominated(policy, 5, held=[0]) == [1]
         assert sorted(self.nominated(policy, 5)) == [0, 1]
+
+    def test_a_held_leaf_that_came_up_while_its_chain_went_is_remembered(
+        self, policy: EvictionPolicy
+    ) -> None:
+        self.chain(policy, 0, 1, 2, 3, now=1.0)
+        assert self.evicted(policy, 5, held=[1]) == [3, 2]
+        assert self.evicted(policy, 5) == [1, 0]
+
+    def test_with_its_leaf_goes_of_a_chain_what_would_have_gone_next(self) -> None:
+        def victims(chain_of: ChainOf) -> list[int]:
+            policy = self.make_policy()
+            self.chain(policy, 0, 1, 2, 3, now=1.0)
+            self.chain(policy, 4, 5, now=2.0)
+            policy.on_touch(rows_of(0, 1), 3.0)
+            gone: list[int] = []
+            for rows in policy.nominate(6, lambda _: Evictable.YES, chain_of):
+                gone.extend(rows)
+                policy.on_remove(rows)
+                if rows[-1] not in (0, 4):
+                    policy.on_leaf(rows[-1] - 1)
+            return gone
+
+        whole = {3: [3, 2, 1, 0], 5: [5, 4], 1: [1, 0]}
+        assert victims(lambda row, count: whole.get(row, [row])[:count]) == victims(alone)
 
     def test_an_inner_block_comes_back_when_it_is_a_leaf_again(
         self, policy: EvictionPolicy
@@ -98,7 +138,7 @@ class EvictionPolicyContract(ABC):
     ) -> None:
         self.chain(policy, 0, 1, 2, now=1.0)
         gone: list[int] = []
-        for row in policy.nominate(3, lambda _: Evictable.YES):
+        for (row,) in policy.nominate(3, lambda _: Evictable.YES):
             gone.append(row)
             policy.on_remove([row])
             if row:
@@ -118,7 +158,7 @@ class EvictionPolicyContract(ABC):
         def verdict(row: int) -> Evictable:
             return Evictable.YES if row == 2 - len(gone) else Evictable.INNER
 
-        for row in policy.nominate(3, verdict):
+        for (row,) in policy.nominate(3, verdict):
             gone.append(row)
             policy.on_remove([row])
             if row:

@@ -13,6 +13,7 @@ from kvtier.policy.eviction import (
     Evictable,
     EvictionPolicy,
     TurnKindPolicy,
+    alone,
 )
 from kvtier.policy.lru import LruPolicy
 from tests.support.machines import machine_settings
@@ -88,15 +89,20 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
     def nominate(self, count: int, evict: bool) -> None:
         passed: set[int] = set()
         nominated = 0
-        for row in self.policy.nominate(count, self.verdict):
-            assert row == self.oldest_leaf(passed), "not the leaf used longest ago"
-            nominated += 1
+        chain_of = self.chain_of if evict else alone
+        for rows in self.policy.nominate(count, self.verdict, chain_of):
+            parent: int | None = None
+            for row in rows:
+                assert row == self.oldest_leaf(passed), "not the leaf used longest ago"
+                nominated += 1
+                if evict:
+                    parent = self.parent[row]
+                    self.forget(row)
+                else:
+                    passed.add(row)
             if not evict:
-                passed.add(row)
                 continue
-            parent = self.parent[row]
-            self.forget(row)
-            self.policy.on_remove([row])
+            self.policy.on_remove(rows)
             if parent is not None and not self.has_children(parent):
                 self.policy.on_leaf(parent)
         if nominated < count:
@@ -119,6 +125,16 @@ class EvictionPolicyMachine(RuleBasedStateMachine):
     def forget(self, row: int) -> None:
         del self.parent[row], self.used_at[row]
         self.held.discard(row)
+
+    def chain_of(self, row: int, count: int) -> list[int]:
+        chain = [row]
+        while len(chain) < count:
+            parent = self.parent[row]
+            children = [one for one in self.parent if self.parent[one] == parent]
+            if parent is None or len(children) > 1 or parent in self.held:
+                break
+            chain.append(row := parent)
+        return chain
 
     def verdict(self, row: int) -> Evictable:
         if self.has_children(row):

@@ -142,7 +142,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         """Its replica goes, before it does itself."""
         if block in self.place:
             parent = PARENT.get(block)
-            told = self.index.leave_memory(self.row_of(block))
+            told = self.index.leave_memory([self.row_of(block)])
             siblings = [one for one in self.place if PARENT.get(one) == parent and one != block]
             if parent is not None and not self.index.sweep_pending:
                 assert told == (None if siblings else self.row_of(parent)), (

@@ -19,11 +19,12 @@ ROUND_COUNT = 60
 
 
 def median_seconds(hook: Callable[[], object]) -> float:
+    """CPU time of the calling thread, as others use the cores; nothing here waits."""
     times = []
     for _ in range(ROUND_COUNT):
-        start = time.perf_counter()
+        start = time.thread_time()
         hook()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return statistics.median(times)
 
 
@@ -97,6 +98,5 @@ def test_hooks_of_a_request_that_waits_take_no_longer() -> None:
         assert connector.get_onboard_count(next(todo), 0) == BLOCK_COUNT
 
     costs["promise"] = median_seconds(one_answer)
-    costs["ask"] /= 2  # Once a request: how deep it loads is decided as well.
     slow = {name: cost for name, cost in costs.items() if cost > HOOK_SECONDS_MAX}
     assert not slow

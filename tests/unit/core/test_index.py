@@ -82,14 +82,14 @@ def test_a_block_is_a_leaf_until_it_is_continued(index: PrefixIndex) -> None:
 def test_the_last_child_to_leave_memory_is_told_with_its_parent(index: PrefixIndex) -> None:
     [parent, first] = insert(index, "ab")
     [second] = insert(index, "ac", after="a")
-    assert index.leave_memory(first) is None
-    assert index.leave_memory(second) == parent
+    assert index.leave_memory([first]) is None
+    assert index.leave_memory([second]) == parent
     assert not index.is_leaf(parent)
 
 
 def test_a_child_that_enters_memory_counts_again(index: PrefixIndex) -> None:
     [parent, child] = insert(index, "ab")
-    index.leave_memory(child)
+    index.leave_memory([child])
     index.enter_memory(np.array([child], dtype=np.int32))
     assert index.memory_children[parent] == 1
 

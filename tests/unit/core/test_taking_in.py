@@ -186,7 +186,7 @@ def test_what_a_sweep_has_still_to_take_is_told_apart_from_no_change() -> None:
         told.commit(position)
     index = told.residency.index
     row = int(index.rows(told.hashes[:1])[0])
-    index.leave_memory(row)
+    index.leave_memory([row])
     index.doom(row)
     told.residency.void_count += 1
     told.turn()

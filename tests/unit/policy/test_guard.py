@@ -95,8 +95,8 @@ def test_policy_evicts_by_age_while_its_guard_says_so() -> None:
         policy.on_insert(np.array([row], np.int32), float(row))
         policy.on_leaf(row)
     policy._worth.of_all = Youngest().of_all  # type: ignore[method-assign]
-    assert next(iter(policy.nominate(1, lambda _: Evictable.YES))) == 3
+    assert next(iter(policy.nominate(1, lambda _: Evictable.YES))) == (3,)
     assert policy._guard is not None
     policy._guard.order = EvictionOrder.BY_AGE
     policy._guard.note_full = lambda *_: None  # type: ignore[method-assign]
-    assert next(iter(policy.nominate(1, lambda _: Evictable.YES))) == 0
+    assert next(iter(policy.nominate(1, lambda _: Evictable.YES))) == (0,)

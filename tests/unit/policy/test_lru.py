@@ -27,7 +27,7 @@ class Chains:
 
     def evict(self, count: int) -> list[int]:
         gone = []
-        for row in self.policy.nominate(count, lambda _: Evictable.YES):
+        for (row,) in self.policy.nominate(count, lambda _: Evictable.YES):
             gone.append(row)
             self.policy.on_remove([row])
             if row in self.parent:

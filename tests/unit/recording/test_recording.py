@@ -126,7 +126,7 @@ def test_the_first_other_decision_is_found(tmp_path: Path) -> None:
     paths = record_simulation(tmp_path, "lru", LruPolicy)
 
     class Reversed(LruPolicy):
-        def nominate(self, count, may_evict):  # type: ignore[no-untyped-def]
+        def nominate(self, count, may_evict, chain_of):  # type: ignore[no-untyped-def]
             victims = list(super().nominate(count + 1, may_evict))
             yield from victims[1:]
 

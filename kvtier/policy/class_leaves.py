@@ -24,6 +24,7 @@ Times = npt.NDArray[np.float64]
 OLDEST, YOUNGEST = 0, 1
 NOBODY, NOBODY_AT = -1, np.inf  # Where there is no candidate.
 _ENTRIES_MIN = 64
+_PIECE_MIN = 8  # Blocks of a chain that are looked at at once, at first.
 
 
 class Worth(Protocol):
@@ -108,6 +109,7 @@ class Leaves:
     def nominate(self, count: int, may_evict: MayEvict, chain_of: ChainOf, worth: Worth) -> Victims:
         """As `EvictionPolicy.nominate`; the least by (worth, time of use, row) goes first."""
         self._fresh = []
+        piece = _PIECE_MIN
         try:
             self._look_again()
             heap = self._offers(worth)
@@ -122,13 +124,16 @@ class Leaves:
                 else:
                     self._passed.add(row)
                 if verdict is Evictable.YES:
-                    chain = chain_of(row, count)
+                    asked_count = min(count, piece)
+                    chain = chain_of(row, asked_count)
                     if len(chain) > 1:
                         self._is_leaf[row] = False  # As it is going to be, to see who comes then.
                         self._changed.add(kind)
                         self._offer_changed(heap, worth)
                         chain = self._alike(chain, offer, heap)
                     count -= len(chain)
+                    # What is cut off again was walked for nothing.
+                    piece = 2 * piece if len(chain) == asked_count else _PIECE_MIN
                     yield chain
                 self._push_fresh()
                 self._changed.add(kind)

@@ -105,6 +105,12 @@ class RemoteConfig:
         "How blocks are packed. auto: by what the link and the codecs are measured to take; none "
         "on a fast link. Nodes may differ.",
     )
+    key_file: str = option(
+        "",
+        PathValue(),
+        "File of the keys that blocks are encrypted with there (AES-256-GCM), as `kvtier key` "
+        "makes it; may be that of nvme.key_file. Every node needs it. Empty: in the clear.",
+    )
     timeout_seconds: float = option(
         1.0,
         Seconds(0.05, 60.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import uvloop
@@ -24,8 +24,11 @@ from kvtier.pools.remote.framing import BlockViews
 from kvtier.server.remote import CODEC_THREADS_MAX
 from kvtier.types import BlockHash
 
-_FINGERPRINT = b"bench-tiers-----"
+FINGERPRINT = b"bench-tiers-----"
 _SECONDS = 60.0
+if TYPE_CHECKING:  # It needs cryptography, which only those who encrypt have.
+    from kvtier.pools.remote.sealing import ValueSealer
+
 _DONE = {RemoteOutcome.DONE}
 
 Blocks = Sequence[Bytes]
@@ -40,7 +43,15 @@ class _FixedEpoch:
 class RemoteSide:
     """`RemoteBlocks` as the daemon has it, codec none; implements `Side`."""
 
-    def __init__(self, make_engine: MakeEngine, *, sources: Blocks, targets: Blocks) -> None:
+    def __init__(
+        self,
+        make_engine: MakeEngine,
+        sealer: ValueSealer | None = None,
+        /,
+        *,
+        sources: Blocks,
+        targets: Blocks,
+    ) -> None:
         """Raises what `make_engine` raises."""
         self._loop = uvloop.new_event_loop()  # The daemon's. A Runner takes 0.1 ms a call.
         buffers, clock = Buffers(), SystemClock()
@@ -50,7 +61,7 @@ class RemoteSide:
             self._engine = BreakingEngine(make_engine(buffers), clock=clock, jitter=lambda: 0.0)
             return RemoteBlocks(
                 self._engine,
-                RemoteLayout(_FINGERPRINT, 1, sources[0].nbytes, width=2),
+                RemoteLayout(FINGERPRINT, 1, sources[0].nbytes, 2, sealer),
                 _FixedEpoch(),
                 chooser=FixedCodec(CodecId.NONE),
                 threads=self._threads,

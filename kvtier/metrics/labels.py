@@ -82,6 +82,7 @@ BREAKER_STATES = ("absent", "closed", "open", "half_open")
 # Why a call to a remote engine was trouble, or a value was not believed.
 REMOTE_TROUBLES = (
     *("timed_out", "unreachable", "full", "refused", "busy", "failed"),
+    *("unsealed", "key", "seal"),
     *("short", "magic", "version", "torn_header", "namespace", "epoch", "hash", "shape", "length"),
     *("torn", "codec", "checksum"),
 )

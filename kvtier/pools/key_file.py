@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:  # It needs cryptography, which only those who encrypt have.
+    from kvtier.pools.remote.sealing import ValueSealer
     from kvtier.pools.sealing import Sealer
 
 SECRET_BYTES = 32
@@ -42,10 +43,24 @@ def sealer_from(path: Path) -> Callable[[int], Sealer]:
     try:
         from kvtier.pools.sealing import Sealer
     except ImportError as error:
-        raise ConfigError(
-            f"encryption needs the package cryptography ({error}): pip install 'kvtier[encryption]'"
-        ) from None
+        raise _without_package(error) from None
     return partial(Sealer, keys)
+
+
+def value_sealer_from(path: Path) -> Callable[[bytes], ValueSealer]:
+    """What makes the sealer of a namespace's values, given its fingerprint. Raises ConfigError."""
+    keys = read_key_file(path)
+    try:
+        from kvtier.pools.remote.sealing import ValueSealer
+    except ImportError as error:
+        raise _without_package(error) from None
+    return partial(ValueSealer, keys)
+
+
+def _without_package(error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"encryption needs the package cryptography ({error}): pip install 'kvtier[encryption]'"
+    )
 
 
 def read_key_file(path: Path) -> list[Key]:

@@ -38,6 +38,7 @@ COPY_OFFSETS = (0, 32 << 10)
 HEADERS_FIRST = 64 << 10
 RECENCY_BYTES = 4
 LIFE_MAX = (1 << 24) - 1
+_REVISION_MAX = 1 << 63  # Nobody gets there by counting.
 SEQUENCES_PER_LIFE_BITS = 40
 # Slots smaller than 64 KiB leave room in a segment unused; more rows cost 128 bytes each.
 ROW_COUNT_MAX = 4096
@@ -158,7 +159,9 @@ def parse_superblock(raw: bytes) -> Superblock | None:
     _, version, reader_min, flags, pool_id, generation, life, revision = fields[:8]
     segment_bytes, segment_count, row_count, path_index, path_count = fields[8:13]
     geometry = Geometry(segment_bytes, segment_count, row_count, path_count)
-    if not (geometry.is_possible and path_index < path_count and life < LIFE_MAX):
+    if not (geometry.is_possible and path_index < path_count):
+        return None
+    if life >= LIFE_MAX or revision >= _REVISION_MAX:
         return None
     return Superblock(
         pool_id=pool_id,

@@ -230,6 +230,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Until nothing is held, at most `drain_seconds`."""
         notify_systemd(os.environ, "STOPPING=1")
+        self._parts.purging.stop()
         core, nvme = self._parts.core, self._parts.nvme
         for door in self._parts.doors:
             door.socket.close()

@@ -143,11 +143,11 @@ class Namespaces:
     def _owner(self, model: str, tenant: str) -> str:
         return SHARED if tenant in self._shared.get(model, ()) else tenant
 
-    def fingerprints_of(self, tenant: str) -> set[bytes]:
+    async def fingerprints_of(self, tenant: str) -> set[bytes]:
         """Of its namespaces, those of former lives too, as far as is known whose they are."""
         opened = {one.fingerprint for one in self._by_id.values() if one.spec.tenant == tenant}
         if self._owners is None:  # There is one tenant, and all is its own.
-            return opened | set(self._epochs.current_epochs())
+            return opened | set(await asyncio.to_thread(self._epochs.current_epochs))
         return opened | {one for one, name in self._owners.known().items() if name == tenant}
 
     def with_fingerprint(self, fingerprint: bytes) -> OpenedNamespace | None:

@@ -41,6 +41,7 @@ class PurgeRecord:
     tenant: str  # "": of namespaces alone.
     fingerprints: list[str]
     begun_at: float  # By the calendar's clock, as is `ended_at`.
+    asked_by: str = ""  # The tenant whose administrator did, or the operator.
     state: str = RUNNING
     begun_count: int = 1  # Lives of the daemon that have worked at it.
     ended_at: float = 0.0

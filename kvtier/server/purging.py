@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvtier.clock import wall_seconds
 from kvtier.core.erasing_events import EraseBegun, EraseEnded
 from kvtier.core.listing import TIER_BITS
-from kvtier.errors import BadRequest, KVTierError
+from kvtier.errors import BadRequest, Draining, KVTierError
 from kvtier.pools.dram import DramPool
 from kvtier.server.base import Base
 from kvtier.server.cxl_tier import CxlKeeper
@@ -47,6 +47,7 @@ BEYOND = (
     "log lines, and recordings of the flight recorder: they name blocks by salted hashes only",
     "memory and disks of other nodes: purge there too",
 )
+OPEN = "the note whose a namespace is, for one that was opened since the daemon's start"
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class Purging:
         self._purges: dict[str, Purge] = {}  # By id.
         self._turn = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
         self._namespaces.gate = self._wait_ended
 
     async def void_unfinished(self) -> None:
@@ -111,6 +113,12 @@ class Purging:
         for purge in self._purges.values():
             self._spawn(purge)
 
+    def stop(self) -> None:
+        """Before the tiers end, or they would be found at fault: the next life goes on."""
+        self._tasks = None
+        for task in self._under_way:
+            task.cancel()
+
     # ------------------------------------------------------------------------------- questions
 
     def get(self, purge_id: str) -> Purge:
@@ -129,10 +137,12 @@ class Purging:
 
     # ------------------------------------------------------------------------------- beginning
 
-    async def begin(self, tenant: str, fingerprints: Sequence[bytes]) -> Purge:
+    async def begin(self, tenant: str, fingerprints: Sequence[bytes], asked_by: str) -> Purge:
         """Of all of the tenant's namespaces, or with `tenant` "" of these. The one that is under
-        way, where it is the same. Raises KVTierError; nothing was changed then."""
-        assert self._tasks is not None, "a purge before the start"
+        way, where it is the same. `asked_by`: the tenant that may hear how it fares. Raises
+        KVTierError; nothing was changed then."""
+        if self._tasks is None:
+            raise Draining("the daemon is shutting down: purge when it is up again")
         wanted = sorted(one.hex() for one in fingerprints)
         for purge in self._purges.values():
             same = purge.record.tenant == tenant and (tenant or purge.record.fingerprints == wanted)
@@ -140,7 +150,7 @@ class Purging:
                 return purge
         if sum(not one.ended.is_set() for one in self._purges.values()) >= PURGES_MAX:
             raise BadRequest(f"{PURGES_MAX} purges are under way: ask again when one has ended")
-        record = PurgeRecord(secrets.token_hex(8), tenant, wanted, wall_seconds())
+        record = PurgeRecord(secrets.token_hex(8), tenant, wanted, wall_seconds(), asked_by)
         purge = self._purges[record.id] = Purge(record)  # From here on nobody opens them.
         try:
             await asyncio.to_thread(self._records.write, record)
@@ -148,12 +158,15 @@ class Purging:
             del self._purges[record.id]
             purge.ended.set()
             raise
-        self._spawn(purge)
+        if self._tasks is not None:  # Else the next life begins it.
+            self._spawn(purge)
         return purge
 
     def _spawn(self, purge: Purge) -> None:
         assert self._tasks is not None, "a purge before the start"
-        self._tasks.create_task(self._run(purge), name=f"purge {purge.record.id}")
+        task = self._tasks.create_task(self._run(purge), name=f"purge {purge.record.id}")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     async def _run(self, purge: Purge) -> None:
         record = purge.record
@@ -282,6 +295,10 @@ class Purging:
             for name, forget in self._books.of_namespace:
                 forget(opened.id)
                 _note(record, name)
+            # Whoever has it open may offload again, and the next purge must find that.
+            if OPEN not in record.kept:
+                record.kept.append(OPEN)
+            return
         try:
             await self._namespaces.forget_owner(fingerprint)
         except OSError as error:

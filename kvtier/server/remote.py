@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtier.clock import Clock
 from kvtier.codec.codecs import CodecId, is_available
@@ -21,6 +22,7 @@ from kvtier.config_values import split_remote_address
 from kvtier.errors import ConfigError
 from kvtier.io.threads import IoThreads
 from kvtier.policy.codec_choice import CodecChoice
+from kvtier.pools.key_file import value_sealer_from
 from kvtier.pools.remote.blocks import CodecChooser, FixedCodec
 from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
@@ -29,6 +31,9 @@ from kvtier.pools.remote.files import FilesEngine, FilesSettings
 from kvtier.pools.remote.mooncake import MooncakeEngine, MooncakeSettings
 from kvtier.pools.remote.redis import RedisEngine, RedisSettings, RedisTls
 from kvtier.server.remote_share import ShareKeeper
+
+if TYPE_CHECKING:  # It needs cryptography, which only those who encrypt have.
+    from kvtier.pools.remote.sealing import ValueSealer
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +65,7 @@ class RemoteParts:
     buffers: Buffers  # Where the engine takes its values from.
     make_chooser: Callable[[], CodecChooser]  # One for each namespace: their KV differs.
     timeout_seconds: float
+    make_sealer: Callable[[bytes], ValueSealer] | None = None  # By fingerprint; None: in the clear.
     share: ShareKeeper | None = None
 
     def start(self) -> None:
@@ -89,6 +95,7 @@ def open_remote(config: RemoteConfig, clock: Clock) -> RemoteParts | None:
             )
         return None
     make_chooser = _chooser_maker(config.codec)
+    make_sealer = _sealer_maker(config.key_file)
     buffers, share = Buffers(), None
     # Of this life of this daemon; for names of files.
     unique = secrets.token_hex(8)
@@ -109,6 +116,7 @@ def open_remote(config: RemoteConfig, clock: Clock) -> RemoteParts | None:
         buffers=buffers,
         make_chooser=make_chooser,
         timeout_seconds=config.timeout_seconds,
+        make_sealer=make_sealer,
         share=share,
     )
 
@@ -138,6 +146,15 @@ def _chooser_maker(name: str) -> Callable[[], CodecChooser]:
             "'kvtier[remote]', or set remote.codec to none"
         )
     return partial(FixedCodec, codec)
+
+
+def _sealer_maker(path: str) -> Callable[[bytes], ValueSealer] | None:
+    if not path:
+        return None
+    try:
+        return value_sealer_from(Path(_expanded(path)))
+    except ConfigError as error:
+        raise ConfigError(f"remote.key_file: {error}") from None
 
 
 def _make_files(config: RemoteConfig, clock: Clock, unique: str, buffers: Buffers) -> RemoteEngine:

@@ -154,6 +154,7 @@ class RemoteKeeper:
             spec.shard_count,
             namespace.payload_bytes,
             element_width(spec.kv_dtype),
+            None if parts.make_sealer is None else parts.make_sealer(namespace.fingerprint),
         )
         space = _Space(namespace, None, epochs)  # type: ignore[arg-type]  # Each knows the other.
         space.blocks = RemoteBlocks(

@@ -26,11 +26,12 @@ class PurgeCalls:
         """Begins one, or tells how it fares."""
         if request.WhichOneof("about") == "purge":
             purge = self._purging.get(request.purge)
-            if not self._may_purge(purge.record.tenant, purge.record.spaces, caller):
+            is_own = purge.record.asked_by == caller.tenant
+            if not is_own and caller.peer.rights < Rights.OPERATOR:
                 raise BadRequest(f"no purge {request.purge} of yours")
         else:
-            tenant, fingerprints = self._to_purge(request, caller)
-            purge = await self._purging.begin(tenant, fingerprints)
+            tenant, fingerprints = await self._to_purge(request, caller)
+            purge = await self._purging.begin(tenant, fingerprints, caller.tenant)
         record, progress = purge.record, purge.progress
         ended = purge.ended.is_set()
         return pb.PurgeResponse(
@@ -42,11 +43,12 @@ class PurgeCalls:
             report=record.to_json() if ended else "",
         )
 
-    def _to_purge(self, request: pb.PurgeRequest, caller: Caller) -> tuple[str, list[bytes]]:
+    async def _to_purge(self, request: pb.PurgeRequest, caller: Caller) -> tuple[str, list[bytes]]:
         """The tenant, or "", and the fingerprints that are meant."""
         match request.WhichOneof("about"):
             case "tenant":
-                tenant, found = request.tenant, self._namespaces.fingerprints_of(request.tenant)
+                tenant = request.tenant
+                found = await self._namespaces.fingerprints_of(tenant)
                 if not found and caller.peer.rights >= Rights.OPERATOR:
                     raise BadRequest(f"nothing is known of a tenant {tenant!r}")
             case "namespace_id":
@@ -58,13 +60,8 @@ class PurgeCalls:
                 tenant, found = "", {request.fingerprint}
             case _:
                 raise BadRequest("name a tenant or a namespace to be purged")
-        if not self._may_purge(tenant, list(found), caller):
-            raise Forbidden("this is not of your tenant: only the operator may purge it")
+        if caller.peer.rights < Rights.OPERATOR:
+            mine = await self._namespaces.fingerprints_of(caller.tenant)
+            if (tenant and tenant != caller.tenant) or not found <= mine:
+                raise Forbidden("this is not of your tenant: only the operator may purge it")
         return tenant, sorted(found)
-
-    def _may_purge(self, tenant: str, fingerprints: list[bytes], caller: Caller) -> bool:
-        if caller.peer.rights >= Rights.OPERATOR or tenant == caller.tenant:
-            return True
-        return not tenant and self._namespaces.fingerprints_of(caller.tenant).issuperset(
-            fingerprints
-        )

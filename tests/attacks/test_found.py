@@ -20,6 +20,7 @@ from kvtier.errors import BadRequest, ConfigError
 from kvtier.pools.remote.files import FilesEngine, FilesSettings, prepare_root
 from kvtier.pools.remote.keys import epoch_key
 from kvtier.pools.superblock import Geometry, Superblock, parse_superblock
+from kvtier.recording import files
 from kvtier.recording.values import ARRAY, INTEGER, LIST, TEXT, Decoder
 from kvtier.server import inventory
 from kvtier.server.holder import Holder
@@ -85,6 +86,7 @@ GEOMETRY = Geometry(segment_bytes=256 << 20, segment_count=30, row_count_max=409
     "changes",
     [
         {"life": 1 << 40},
+        {"revision": (1 << 64) - 1},
         {"path_index": 2},
         *(
             {"geometry": replace(GEOMETRY, **one)}
@@ -129,6 +131,15 @@ def test_bytes_of_a_recording_take_no_memory_but_their_own(data: bytes) -> None:
     decoder.feed(data)
     with pytest.raises(BadRequest):
         decoder.get()
+
+
+def test_a_batch_of_a_recording_is_not_unpacked_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files, "_BATCH_BYTES_MAX", 1000)
+    assert files._unpacked(zlib.compress(bytes(999))) == bytes(999)
+    with pytest.raises(ValueError, match="too many for one batch"):
+        files._unpacked(zlib.compress(bytes(100_000)))
 
 
 def test_values_in_values_without_end_are_no_recording() -> None:

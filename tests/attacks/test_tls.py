@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,12 @@ import grpc
 import pytest
 
 from kvtier.cli.main import main
+from kvtier.config_grpc import GrpcConfig
+from kvtier.metrics.calls import CallMetrics
+from kvtier.metrics.registry import Registry
 from kvtier.paths import grpc_socket_path
-from kvtier.server.tls_door import HANDSHAKES_MAX
+from kvtier.server.certificates import Grants, TlsFiles
+from kvtier.server.tls_door import HANDSHAKES_MAX, TlsDoor, TlsSettings
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.v1.kvtier_pb2_grpc import KVTierStub
 from tests.support.authority import Authority, Identity
@@ -239,16 +243,44 @@ def test_half_a_handshake_half_a_preface_and_an_idle_connection_end(node: Node) 
 def test_a_crowd_of_half_handshakes_keeps_nobody_out_and_leaks_nothing(node: Node) -> None:
     folder = f"/proc/{node.tenants.daemon.process.pid}/fd"
     identity = node.client("engine.red")
-    before, crowd = len(os.listdir(folder)), node.refused_count("crowd")
-    with ExitStack() as opened:
-        for _ in range(HANDSHAKES_MAX + 8):
-            raw = socket.create_connection(("127.0.0.1", node.port), timeout=10)
-            opened.enter_context(raw)
-            raw.sendall(b"\x16\x03\x01")
-        with node.calls(identity) as stub:
-            greet(stub)
-        assert node.refused_count("crowd") >= crowd + 1
+    before = len(os.listdir(folder))
+    with crowd(node.port), node.calls(identity) as stub:
+        greet(stub)
     eventually(lambda: len(os.listdir(folder)) <= before + 2, "descriptors leaked")
+
+
+@contextmanager
+def crowd(port: int) -> Iterator[list[socket.socket]]:
+    """More handshakes than there may be, each begun and no more."""
+    with ExitStack() as opened:
+        connections = []
+        for _ in range(HANDSHAKES_MAX + 8):
+            raw = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            raw.sendall(b"\x16\x03\x01")
+            connections.append(raw)
+        yield connections
+
+
+def test_of_too_many_handshakes_the_oldest_end(node: Node) -> None:
+    own = node.authority.vouch("patient", "ip:127.0.0.1")
+    config = GrpcConfig(
+        "127.0.0.1:0", *map(str, (own.certificate, own.private_key, node.authority.path))
+    )
+    metrics = CallMetrics(Registry())
+    failures: list[BaseException] = []
+    settings = TlsSettings(TlsFiles(config), Grants({}), hello_seconds=60.0)
+    door = TlsDoor(settings, {}, metrics, failures.append)
+    port = int(door.listen(config.tcp).rpartition(":")[2])
+    door.start()
+    try:
+        with crowd(port) as connections:
+            assert all(is_closed(one) for one in connections[:8])
+            connections[8].settimeout(0.05)
+            assert not is_closed(connections[8])
+    finally:
+        door.close()
+    assert metrics.refused_connections.labels("crowd")._value.get() == 8
+    assert failures == []
 
 
 def test_a_connection_ends_when_its_certificate_does(node: Node) -> None:

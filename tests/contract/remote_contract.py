@@ -12,8 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from kvtier.codec.codecs import CodecId
 from kvtier.memory import Bytes
+from kvtier.pools.key_file import Key
 from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome
+from kvtier.pools.remote.frame import FrameFault
+from tests.support.remote_rig import RemoteRig
 
 T = TypeVar("T")
 SECONDS = 10.0
@@ -73,6 +77,22 @@ class RemoteEngineContract(ABC):
             assert (await other.read_record(record, timeout_seconds=SECONDS)).outcome is DONE
             again = await one.delete_under(key_of("mine/"), kept=spared, timeout_seconds=SECONDS)
             assert (again.outcome, again.count) == (DONE, 0)
+
+        self.run(play, count=2)
+
+    @pytest.mark.parametrize("codec", [CodecId.NONE, CodecId.PLANES_ZSTD])
+    def test_sealed_blocks_come_back_with_their_key_only(self, codec: CodecId) -> None:
+        old, new = Key(1, b"o" * 32), Key(2, b"n" * 32)
+
+        async def play(one: RemoteEngine, other: RemoteEngine) -> None:
+            writer = RemoteRig(one, codec, keys=[old])
+            assert await writer.put(range(8)) == [DONE] * 8
+            for keys, ending in (
+                ([new, old], DONE),
+                ([new], FrameFault.KEY),
+                ([], FrameFault.KEY),
+            ):
+                assert await RemoteRig(other, codec, keys=keys).get(range(8)) == [ending] * 8
 
         self.run(play, count=2)
 

@@ -1,8 +1,9 @@
 """`kvtier serve` that kills itself in the middle of a purge, where a test says so.
 
 Used as a program. The file $KVTIER_TEST_KILL has one line for each life that is to end so: `begin
-STEP`, as that step begins, or `add STEP`, when it has erased something for the first time. The
-line is taken out before the end. Clears among the nodes take less time than they should.
+STEP`, as that step begins, or `add STEP`, when it has erased something for the first time; `term
+STEP` is then an orderly end. The line is taken out before the end. Clears among
+the nodes take less time than they should.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def die_if_due(point: str) -> None:
     points = path.read_text().splitlines()
     if points and points[0] == point:
         path.write_text("\n".join(points[1:]))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGTERM if point.startswith("term") else signal.SIGKILL)
 
 
 def begin(progress: Progress, step: str) -> None:
@@ -41,7 +42,8 @@ def begin(progress: Progress, step: str) -> None:
 
 def add(progress: Progress, *arguments: Any, **named: Any) -> None:
     _add(progress, *arguments, **named)
-    die_if_due(f"add {progress.step}")
+    for kind in ("add", "term"):
+        die_if_due(f"{kind} {progress.step}")
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from kvtier.codec.codecs import CodecId
 from kvtier.io.checksum import block_checksum
 from kvtier.io.threads import IoThreads
 from kvtier.memory import Bytes
+from kvtier.pools.key_file import Key
 from kvtier.pools.remote.blocks import (
     CodecChooser,
     Ending,
@@ -26,6 +27,7 @@ from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import RemoteEngine, RemoteKey, RemoteOutcome
 from kvtier.pools.remote.framing import BlockViews
 from kvtier.pools.remote.keys import block_key
+from kvtier.pools.remote.sealing import ValueSealer
 from kvtier.types import BlockHash
 from tests.support.kv_bytes import bf16_block
 
@@ -62,6 +64,7 @@ class RemoteRig:
     chooser: CodecChooser | None = None
     settings: BreakerSettings = BREAKER
     buffers: Buffers = field(default_factory=Buffers)
+    keys: Sequence[Key] = ()  # None: in the clear.
 
     def __post_init__(self) -> None:
         self.epochs = SetEpoch()
@@ -69,9 +72,10 @@ class RemoteRig:
             self.engine, clock=self.clock, jitter=lambda: 0.0, settings=self.settings
         )
         self.threads = IoThreads("test-codec", count=2)
+        sealer = ValueSealer(self.keys, FINGERPRINT) if self.keys else None
         self.blocks = RemoteBlocks(
             self.breaking,
-            RemoteLayout(FINGERPRINT, self.shard_count, self.payload_bytes, width=2),
+            RemoteLayout(FINGERPRINT, self.shard_count, self.payload_bytes, 2, sealer),
             self.epochs,
             chooser=self.chooser or FixedCodec(self.codec),
             threads=self.threads,

@@ -140,7 +140,7 @@ def test_a_secret_in_the_configuration_is_refused_and_not_repeated(
 
 def test_every_option_is_told_with_its_engine() -> None:
     """Reads the sentence that the document prints: which engine it is for, or none."""
-    common = {"engine", "codec", "timeout_seconds", "known_bytes"}
+    common = {"engine", "codec", "key_file", "timeout_seconds", "known_bytes"}
     common |= {"write_bytes_per_hour", "admission"}
     for one in fields(RemoteConfig):
         engine = one.metadata["help"].partition(":")[0]

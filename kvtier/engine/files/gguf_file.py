@@ -12,6 +12,7 @@ The layout is walked here because the `gguf` package's reader makes an array of 
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class GgufFile:
                 self.digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._open()
-        except (struct.error, UnicodeDecodeError, ValueError, IndexError) as error:
+        except (struct.error, ValueError, IndexError, KeyError, OverflowError) as error:
             raise BadModelFile(f"{path} is damaged: {error}") from error
 
     def __contains__(self, tensor_name: str) -> bool:
@@ -120,7 +121,9 @@ class GgufFile:
             name = cursor.text()
             self.metadata[name] = cursor.value(int(cursor.number("<I")))
         places = [cursor.tensor_place() for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", ALIGNMENT_DEFAULT))  # type: ignore[arg-type]
+        alignment = self.metadata.get("general.alignment", ALIGNMENT_DEFAULT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its alignment is {alignment!r}")
         data_start = -(-cursor.offset // alignment) * alignment
         self._places: dict[str, _TensorPlace] = {}
         for name, shape, kind, offset in places:
@@ -176,8 +179,10 @@ class _Cursor:
 
 
 def _place(shape: tuple[int, ...], kind: GGMLQuantizationType, start: int) -> _TensorPlace:
-    element_count = int(np.prod(shape))
+    element_count = math.prod(shape)
     run_elements, run_bytes = GGML_QUANT_SIZES[kind]
+    if element_count < 1:
+        raise ValueError("a tensor has no elements")
     if element_count % run_elements:
         raise ValueError(f"{element_count} elements do not divide into runs of {run_elements}")
     return _TensorPlace(shape, kind, start, element_count // run_elements * run_bytes)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,22 +29,35 @@ from kvtier.pools.remote.breaking import BreakingEngine
 from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.calls import finished
 from kvtier.pools.remote.engine import RemoteOutcome, Value
-from kvtier.pools.remote.frame import HEADER_BYTES, BlockShape, FrameFault, FrameHeader
+from kvtier.pools.remote.frame import (
+    HEADER_BYTES,
+    KEY_FAULTS,
+    BlockShape,
+    FrameFault,
+    FrameHeader,
+)
 from kvtier.pools.remote.framing import (
     BlockViews,
     InPlace,
     bytes_of,
     framed,
     np_empty,
+    sealed,
     unframed,
+    unsealed,
 )
 from kvtier.pools.remote.keys import block_key
+from kvtier.pools.remote.sealed_header import SEAL_BYTES
 from kvtier.types import BlockHash
+
+if TYPE_CHECKING:  # It needs cryptography, which only those who encrypt have.
+    from kvtier.pools.remote.sealing import ValueSealer
 
 # A codec may take as long as the link: what nothing hides, the first or the last group, is small.
 CODED_GROUP_BYTES = 8 << 20
 # No encoding is longer than the payload by more than this.
 ENCODED_SLACK_BYTES = 4096
+_HEADERS_BYTES = HEADER_BYTES + SEAL_BYTES
 
 Ending = RemoteOutcome | FrameFault
 """DONE, or why not."""
@@ -101,12 +114,14 @@ class FixedCodec:
 
 @dataclass(frozen=True, slots=True)
 class RemoteLayout:
-    """What the namespace says of its blocks. `width`: bytes of one element of the KV's dtype."""
+    """What the namespace says of its blocks. `width`: bytes of one element of the KV's dtype.
+    `sealer`: what its values are encrypted with; None: nothing."""
 
     fingerprint: bytes
     shard_count: int
     payload_bytes: int
     width: int
+    sealer: ValueSealer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +206,7 @@ class RemoteBlocks:
             return [RemoteOutcome.OFF] * len(blocks)
         deadline = self._clock.now() + timeout_seconds
         codec = CodecId(self._chooser.choose(len(blocks) * shape.payload_bytes))
-        if codec is CodecId.NONE and self._pace.reads_in_place:
+        if codec is CodecId.NONE and self._pace.reads_in_place and self._layout.sealer is None:
             return await self._put_in_place(blocks, shape, deadline)
         # One group after the other: what a codec takes is measured.
         encoding, link = asyncio.Lock(), asyncio.Semaphore(self._pace.calls_at_once)
@@ -285,7 +300,11 @@ class RemoteBlocks:
     def _framing(
         self, one: BlockViews, shape: BlockShape, codec: CodecId
     ) -> Callable[[], Value | FrameFault]:
-        return partial(framed, one, shape, codec, width=self._layout.width, take=self._buffers.take)
+        take, sealer = self._buffers.take, self._layout.sealer
+        frame = partial(framed, one, shape, codec, width=self._layout.width, take=take)
+        return (
+            frame if sealer is None else partial(sealed, sealer, one, shape, frame, self._buffers)
+        )
 
     async def _send(
         self,
@@ -330,7 +349,7 @@ class RemoteBlocks:
             return [RemoteOutcome.TIMED_OUT] * len(group)
         replies = await self._engine.get(
             keys,
-            value_bytes_max=HEADER_BYTES + shape.payload_bytes + ENCODED_SLACK_BYTES,
+            value_bytes_max=_HEADERS_BYTES + shape.payload_bytes + ENCODED_SLACK_BYTES,
             timeout_seconds=deadline - began,
         )
         values = [reply.outcome if reply.value is None else reply.value for reply in replies]
@@ -353,8 +372,9 @@ class RemoteBlocks:
             if not isinstance(value, RemoteOutcome)
         ]
         began = self._clock.now()
+        sealer, buffers = self._layout.sealer, self._buffers
         opened = await self._in_threads(
-            [partial(unframed, value, one, shape) for one, value in here]
+            [partial(unsealed, sealer, value, one, shape, buffers) for one, value in here]
         )
         seconds = self._clock.now() - began
         for _, value in here:
@@ -365,8 +385,12 @@ class RemoteBlocks:
             self._codec_got = CodecId(codecs.pop())
             self._chooser.note_decoded(self._codec_got, payload_bytes=payload, seconds=seconds)
         faults = [found for found in opened if isinstance(found, FrameFault)]
-        if faults:
-            self._engine.note_wrong_value(faults[0].value)  # One call, one trouble.
+        if faults:  # One call, one trouble.
+            worst = next((one for one in faults if one not in KEY_FAULTS), None)
+            if worst is None:
+                self._engine.note_foreign_value(faults[0].value)
+            else:
+                self._engine.note_wrong_value(worst.value)
         found = iter(opened)
         return [value if isinstance(value, RemoteOutcome) else next(found) for value in values]
 

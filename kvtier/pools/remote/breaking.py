@@ -47,6 +47,7 @@ class BreakingEngine:
         self._clock = clock
         self._reading = Breaker(settings, jitter)
         self._writing = Breaker(settings, jitter)
+        self._foreign: Counter[str] = Counter()
 
     @property
     def name(self) -> str:
@@ -66,8 +67,8 @@ class BreakingEngine:
 
     @property
     def troubles(self) -> Counter[str]:
-        """Calls that ended in trouble, by reason."""
-        return self._reading.troubles + self._writing.troubles
+        """Calls that ended in trouble, and those with values not believed, by reason."""
+        return self._reading.troubles + self._writing.troubles + self._foreign
 
     @property
     def skipped_count(self) -> int:
@@ -78,6 +79,10 @@ class BreakingEngine:
         ticket = self._reading.ticket
         self._reading.on_trouble(ticket, reason, now=self._clock.now())
         self._tell(self._reading, "read")
+
+    def note_foreign_value(self, reason: str) -> None:
+        """What was got is no fault of the engine's: it is only counted."""
+        self._foreign[reason] += 1
 
     async def put(
         self, values: Sequence[tuple[RemoteKey, Value]], *, timeout_seconds: float

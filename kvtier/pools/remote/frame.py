@@ -48,6 +48,9 @@ class FrameFault(StrEnum):
     """Why a value is not the block that was asked for."""
 
     SHORT = "short"  # Not even a header.
+    UNSEALED = "unsealed"  # In the clear, though this daemon has keys: anybody could have made it.
+    KEY = "key"  # Sealed with a key that this daemon has not.
+    SEAL = "seal"  # Not what was sealed under this name.
     MAGIC = "magic"
     VERSION = "version"
     TORN_HEADER = "torn_header"
@@ -59,6 +62,10 @@ class FrameFault(StrEnum):
     TORN = "torn"  # The checksum of what follows the header differs.
     CODEC = "codec"  # One that this daemon has not, or that cannot decode the bytes.
     CHECKSUM = "checksum"  # The payload's own differs after decoding.
+
+
+# What the nodes' configurations have made of it, not the engine.
+KEY_FAULTS = frozenset({FrameFault.UNSEALED, FrameFault.KEY})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.checksum import block_checksum
 from kvtier.io.copy import copy_summed
 from kvtier.memory import Bytes
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import Value
 from kvtier.pools.remote.frame import (
     HEADER_BYTES,
@@ -24,7 +25,11 @@ from kvtier.pools.remote.frame import (
     read_header,
     write_header,
 )
+from kvtier.pools.remote.sealed_header import is_sealed
 from kvtier.types import BlockHash
+
+if TYPE_CHECKING:  # It needs cryptography, which only those who encrypt have.
+    from kvtier.pools.remote.sealing import ValueSealer
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,41 @@ def unframed(value: Bytes, one: BlockViews, shape: BlockShape) -> FrameHeader | 
     if copied_checksum(one.shards, split(payload, shape), shape) != header.checksum:
         return FrameFault.TORN if codec is CodecId.NONE else FrameFault.CHECKSUM
     return header
+
+
+def sealed(
+    sealer: ValueSealer,
+    one: BlockViews,
+    shape: BlockShape,
+    frame: Callable[[], Value | FrameFault],
+    buffers: Buffers,
+) -> Value | FrameFault:
+    """What `frame` gives, encrypted."""
+    value = frame()
+    if isinstance(value, FrameFault):
+        return value
+    [plain] = value
+    found = sealer.seal(plain, shape, one.block, buffers.take)
+    buffers.give_back(plain)
+    return [found]
+
+
+def unsealed(
+    sealer: ValueSealer | None,
+    value: Bytes,
+    one: BlockViews,
+    shape: BlockShape,
+    buffers: Buffers,
+) -> FrameHeader | FrameFault:
+    """As `unframed`, of a value as the engine gave it."""
+    if sealer is None:
+        return FrameFault.KEY if is_sealed(value) else unframed(value, one, shape)
+    frame = sealer.open(value, shape, one.block, buffers.take)
+    if isinstance(frame, FrameFault):
+        return frame
+    found = unframed(frame, one, shape)
+    buffers.give_back(frame)
+    return found
 
 
 def copied_checksum(targets: Sequence[Bytes], sources: Sequence[Bytes], shape: BlockShape) -> int:

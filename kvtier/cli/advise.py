@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import urllib.error
 import urllib.request
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvtier.cli.charts import Chart, draw
 from kvtier.cli.output import add_json_argument, bytes_text, print_json, table
@@ -33,21 +36,27 @@ EXACT_SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """A curve as it was told: (bytes, hit ratio), ascending; and what stands behind it."""
+    """A curve as it was told: (bytes, hit ratio, its error), ascending; what stands behind it."""
 
     tenant: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float, float]]
     asked_tokens_per_hour: float
     rate: float
     samples: int
 
     def hit_ratio(self, memory_bytes: float) -> float:
-        found = 0.0
-        for length, ratio in self.points:
-            if length > memory_bytes:
-                break
-            found = ratio
-        return found
+        return self._at(memory_bytes, 1)
+
+    def error(self, memory_bytes: float) -> float:
+        """What chance may have added to the hit ratio or taken from it, as the sample tells."""
+        return self._at(memory_bytes, 2)
+
+    def _at(self, memory_bytes: float, column: int) -> float:
+        """Between two points in proportion to the logarithm of the size."""
+        if not self.points or memory_bytes < self.points[0][0]:
+            return 0.0
+        sizes = np.log([one[0] for one in self.points])
+        return float(np.interp(math.log(memory_bytes), sizes, [one[column] for one in self.points]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
         _tell(arguments, curves, sizes, advice, errors)
     if arguments.plot is not None:
         arguments.plot.mkdir(parents=True, exist_ok=True)
-        lines = {one.tenant or "all": one.points for one in curves}
+        lines = {
+            one.tenant or "all": [(length, ratio) for length, ratio, _ in one.points]
+            for one in curves
+        }
         chart = Chart("hits of memory of any size (LRU)", "bytes", "hits", lines, bytes_text)
         (arguments.plot / "advice.svg").write_text(draw(chart), encoding="utf-8")
     return 0
@@ -124,7 +136,7 @@ def _ask(arguments: argparse.Namespace) -> tuple[Sizes, list[Advised]]:
     return sizes, [
         Advised(
             one["tenant"],
-            [(length, ratio) for length, ratio in one["points"]],
+            [(length, ratio, error) for length, ratio, error in one["points"]],
             one["asked_tokens_per_hour"],
             one["rate"],
             one["samples"],
@@ -196,6 +208,7 @@ def _row(
         "dram_bytes": sizes.dram_bytes,
         "nvme_bytes": sizes.nvme_bytes,
         "hit_ratio": round(ratio, 4),
+        "error_points": round(100 * curve.error(sizes.kept_bytes), 2),
         "hit_ratio_dram": round(dram_ratio, 4),
         "points": 0.0,
         "points_dram": 0.0,
@@ -242,6 +255,7 @@ def _tell(
             (
                 row["change"] + ("" if row["is_trusted"] else " *"),
                 f"{100 * row['hit_ratio']:.1f} %",
+                f"{row['error_points']:.1f}",
                 f"{row['points']:+.1f}",
                 f"{100 * row['hit_ratio_dram']:.1f} %",
                 f"{row['points_dram']:+.1f}",
@@ -249,8 +263,9 @@ def _tell(
             )
             for row in advice[one.tenant]
         ]
-        headings = ["", "hits", "points", "in DRAM", "points", "GPU-seconds an hour"]
+        headings = ["", "hits", "±", "points", "in DRAM", "points", "GPU-seconds an hour"]
         out(table(headings, rows) + "\n")
+    out("±: points that chance in the sample may have added or taken, as its parts differ.\n")
     out(f"GPU-seconds at {arguments.prefill_rate:,.0f} tokens/s of prefill (--prefill-rate).\n")
     if not all(row["is_trusted"] for rows in advice.values() for row in rows):
         out(f"* fewer than {SAMPLES_TRUSTED:,} sampled blocks stand for DRAM of this size.\n")

@@ -24,6 +24,7 @@ from kvtier.policy.eviction import Keys
 
 SAMPLES_MAX = 16_384  # Some 300 bytes each: 5 MiB.
 BINS_PER_DOUBLING = 32
+PARTS = 8  # Of the sample, by which its error is told.
 _DOUBLINGS = 60
 _BINS_A_POINT = 4
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -48,8 +49,9 @@ class HitCurve:
         self._bytes: dict[int, int] = {}
         self._largest: list[int] = []  # Negated mixed keys, a heap.
         self._order = _Order(4 * samples_max)
-        self._bins = np.zeros(BINS_PER_DOUBLING * _DOUBLINGS)
-        self._sampled = 0.0  # Accesses that the sample stands for.
+        # By part of the sample, chosen by the key.
+        self._bins = np.zeros((PARTS, BINS_PER_DOUBLING * _DOUBLINGS))
+        self._sampled = np.zeros(PARTS)  # Accesses that each stands for.
         self.asked_count = 0.0
         self.asked_tokens = 0.0
         self._told_at: float | None = None
@@ -97,22 +99,34 @@ class HitCurve:
         if self.asked_count <= 0:
             return 0.0
         # What the sample has too many or too few of are blocks that are used all the time.
-        near = self.asked_count - self._sampled
+        near = self.asked_count - float(self._sampled.sum())
+        bins = self._bins.sum(axis=0)
         place = math.log2(max(1.0, memory_bytes)) * BINS_PER_DOUBLING
-        whole = min(int(place), len(self._bins) - 1)
-        hits = near + float(self._bins[:whole].sum() + self._bins[whole] * (place - whole))
+        whole = min(int(place), len(bins) - 1)
+        hits = near + float(bins[:whole].sum() + bins[whole] * (place - whole))
         return min(1.0, max(0.0, hits / self.asked_count)) if memory_bytes > 0 else 0.0
 
-    def points(self) -> list[tuple[float, float]]:
-        """(bytes, hit ratio), as far as anything changes, the smallest first."""
-        filled = np.flatnonzero(self._bins)
+    def points(self) -> list[tuple[float, float, float]]:
+        """(bytes, hit ratio, its error), as far as anything changes, the smallest first.
+
+        The error is twice the standard error: chance is which uses are in the sample, which its
+        parts tell, and how many blocks stand for a size, where they are few.
+        """
+        bins = self._bins.sum(axis=0)
+        filled = np.flatnonzero(bins)
         if not len(filled):
             return []
         places = np.arange(int(filled[0]), int(filled[-1]) + _BINS_A_POINT + 1, _BINS_A_POINT)
-        below = np.concatenate([[0.0], np.cumsum(self._bins)])[places]
-        ratios = (self.asked_count - self._sampled + below) / self.asked_count
+        below = np.hstack([np.zeros((PARTS, 1)), np.cumsum(self._bins, axis=1)])[:, places]
+        hits = below - self._sampled[:, None]
+        ratios = (self.asked_count + hits.sum(axis=0)) / self.asked_count
+        by_use = PARTS * hits.std(axis=0, ddof=1) / math.sqrt(PARTS) / self.asked_count
         sizes = 2.0 ** (places / BINS_PER_DOUBLING)
-        return list(zip(sizes.tolist(), ratios.clip(0.0, 1.0).tolist(), strict=True))
+        counts = sizes * self.rate * len(self._place) / max(1, self._order.total)
+        by_size = np.gradient(ratios, np.log(sizes)) / np.sqrt(np.maximum(counts, 1.0))
+        errors = 2.0 * np.hypot(by_use, by_size) * math.sqrt(1.0 - self.rate)
+        found = zip(sizes.tolist(), ratios.clip(0.0, 1.0).tolist(), errors.tolist(), strict=True)
+        return list(found)
 
     # --------------------------------------------------------------------------------- helpers
 
@@ -132,13 +146,14 @@ class HitCurve:
 
     def _count(self, key: int) -> None:
         weight = _ALL / self._limit
-        self._sampled += weight
+        part = key % PARTS
+        self._sampled[part] += weight
         place = self._place.get(key)
         if place is None:
             return
         # Itself has to fit as well; it stands for itself alone.
         needed = self._order.above(place) * weight + self._bytes[key]
-        self._bins[_bin(needed)] += weight
+        self._bins[part, _bin(needed)] += weight
 
     def _touch(self, keys: Sequence[int], block_bytes: int) -> None:
         if self._order.used + len(keys) > self._order.room:
@@ -171,7 +186,7 @@ class _Order:
     def __init__(self, room: int) -> None:
         self.room, self.used = room, 0
         self._tree = array("q", bytes(8 * (room + 1)))  # A list would grow as it fills.
-        self._total = 0
+        self.total = 0
 
     def append(self, length_bytes: int) -> int:
         place = self.used
@@ -180,7 +195,7 @@ class _Order:
         return place
 
     def add(self, place: int, length_bytes: int) -> None:
-        self._total += length_bytes
+        self.total += length_bytes
         tree, at = self._tree, place + 1
         while at <= self.room:
             tree[at] += length_bytes
@@ -191,7 +206,7 @@ class _Order:
         while at:
             below += tree[at]
             at -= at & -at
-        return self._total - below
+        return self.total - below
 
 
 def _mixed(keys: Keys) -> Keys:

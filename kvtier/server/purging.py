@@ -47,6 +47,7 @@ BEYOND = (
     "log lines, and recordings of the flight recorder: they name blocks by salted hashes only",
     "memory and disks of other nodes: purge there too",
 )
+OPEN = "the note whose a namespace is, for one that was opened since the daemon's start"
 
 
 @dataclass(slots=True)
@@ -294,6 +295,10 @@ class Purging:
             for name, forget in self._books.of_namespace:
                 forget(opened.id)
                 _note(record, name)
+            # Whoever has it open may offload again, and the next purge must find that.
+            if OPEN not in record.kept:
+                record.kept.append(OPEN)
+            return
         try:
             await self._namespaces.forget_owner(fingerprint)
         except OSError as error:

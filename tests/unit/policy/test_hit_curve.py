@@ -121,7 +121,29 @@ def test_what_is_long_ago_counts_less() -> None:
 def test_points_ascend_and_say_what_hit_ratio_says() -> None:
     curve = told(drawn(5), rate=0.5)
     points = curve.points()
-    assert [ratio for _, ratio in points] == sorted(ratio for _, ratio in points)
+    ratios = [ratio for _, ratio, _ in points]
+    assert ratios == sorted(ratios)
     assert points[-1][1] == pytest.approx(curve.hit_ratio(2 * points[-1][0]))
-    size, ratio = points[len(points) // 2]
+    size, ratio, _ = points[len(points) // 2]
     assert ratio == pytest.approx(curve.hit_ratio(size * 1.0001))
+
+
+def test_the_error_told_is_that_of_the_sample() -> None:
+    """Of the same requests under other names, so of other samples: most lie within what is told."""
+    trace = drawn(7, 1000)
+    exact = told(trace).hit_ratio(150)
+    within, sizes = 0, []
+    for seed in range(40):
+        curve = HitCurve(rate=0.25)
+        for request in trace.requests:
+            keys = request.blocks.astype(np.uint64) + np.uint64(1_000_003 * seed)
+            curve.note(keys, request.at, block_bytes=1)
+        error = next(error for size, _, error in curve.points() if size >= 150)
+        within += abs(curve.hit_ratio(150) - exact) <= error
+        sizes.append(error)
+    assert within >= 34
+    assert 0.0 < min(sizes) < max(sizes) < 0.3
+
+
+def test_of_every_block_there_is_no_error() -> None:
+    assert {error for _, _, error in told(drawn(8)).points()} == {0.0}

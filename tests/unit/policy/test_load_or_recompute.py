@@ -69,6 +69,7 @@ def excess(
 
 
 @pytest.mark.full_form
+@pytest.mark.timeout(rounds(short=60, full=900))
 @pytest.mark.parametrize("at_once", [2, 8, 32])
 def test_chains_that_come_at_once_take_hardly_longer_than_by_the_better_pure_way(
     at_once: int,
@@ -86,6 +87,7 @@ def test_chains_that_come_at_once_take_hardly_longer_than_by_the_better_pure_way
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_on_links_that_carry_all_loads_at_once_it_is_seldom_far_off(at_once: int) -> None:
     """Whoever joins slows down those before, which a choice for one request does not see."""

@@ -94,6 +94,18 @@ class TenantSharesMachine(RuleBasedStateMachine):
         one = self.engines[engine % len(self.engines)]
         put(one, self.namespace_of(one, namespace), self.blocks, count)
 
+    @rule(engine=picks, seconds=st.sampled_from([0.0, 40.0]))
+    def work(self, engine: int, seconds: float) -> None:
+        """For a while, and after a time in which nobody did anything, as if alone."""
+        self.world.now += seconds
+        one = self.engines[engine % len(self.engines)]
+        for _ in range(SLABS):
+            self.world.now += STEP_SECONDS
+            for other in self.engines:
+                self.answer(other)
+            put(one, self.namespace_of(one, 0), self.blocks, 2 * SLAB_SLOTS)
+            self.nobody_has_more_than_its_maximum()
+
     @rule(engine=st.integers(0, 1), namespace=picks, count=st.integers(1, SLABS * SLAB_SLOTS))
     def leave_reserved(self, engine: int, namespace: int, count: int) -> None:
         """Slots that the engine forgets: not even a recall brings them back."""
@@ -229,4 +241,4 @@ def _minimum(tenant: str) -> int:
 
 
 TestTenantShares = TenantSharesMachine.TestCase
-TestTenantShares.settings = machine_settings(examples=6, steps=16, shrinks=False)
+TestTenantShares.settings = machine_settings(examples=8, steps=16, shrinks=False)

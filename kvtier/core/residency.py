@@ -256,7 +256,8 @@ class Residency:
         if count < 1:
             return hashes
         leaving = Leaving(self.index, self.tier)
-        for rows in self.policy.nominate(count, leaving.may_evict, leaving.chain_of):
+        for victims in self.policy.nominate(count, leaving.may_evict, leaving.chain_of):
+            rows = list(victims)  # An empty part of a tuple would index everything.
             hashes.extend(map(self._hash, rows))
             places.extend(map(self.index.place.item, rows))
             self._leave_memory(rows)

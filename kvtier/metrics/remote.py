@@ -55,7 +55,7 @@ class RemoteMetrics:
         )
         self.write_budget_bytes = registry.gauge(
             "kvtier_remote_write_budget_bytes",
-            "What may be put now (remote.write_bytes_per_hour); +Inf: there is no bound.",
+            "What may be put now (remote.write_bytes_per_hour). 10^17 or more: no bound.",
             {},
         )
 

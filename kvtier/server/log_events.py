@@ -36,7 +36,9 @@ EVENTS: dict[str, LogEvent] = {
     "daemon failed": LogEvent("critical", "a mistake of kvtier's own; the traceback follows"),
     "callback failed": LogEvent("error", "in a library", ("reason", "error")),
     "lines left out": LogEvent(
-        "warning", "of one event, beyond log.lines_max in ten seconds", ("of", "count")
+        "warning",
+        "of one event and tenant, beyond log.lines_max in ten seconds",
+        ("of", "count", "tenant"),
     ),
     "session opened": LogEvent("info", "a process connected", _SESSION),
     "session ended": LogEvent("info", "in order", _SESSION),

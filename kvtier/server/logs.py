@@ -60,7 +60,8 @@ class RequestIds(logging.Filter):
 class RateLimit(logging.Filter):
     """Lets `lines_max` lines of one event pass in `LIMIT_SECONDS`, and tells how many it did not.
 
-    By the records' own time. What ends the daemon always passes.
+    By the records' own time. What ends the daemon always passes. Each tenant's are counted by
+    themselves: nobody can drown what is said of others.
     """
 
     def __init__(self, handler: logging.Handler, lines_max: int) -> None:
@@ -68,7 +69,8 @@ class RateLimit(logging.Filter):
         self._handler = handler
         self._lines_max = lines_max
         self._began_at = 0.0
-        self._counts: dict[str, int] = {}  # By event, since `_began_at`.
+        # By event and tenant, since `_began_at`.
+        self._counts: dict[tuple[str, str | None], int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not 0 <= record.created - self._began_at < LIMIT_SECONDS:
@@ -76,15 +78,16 @@ class RateLimit(logging.Filter):
             self._began_at = record.created
         # Events are constants: a library that makes its messages up is counted by its place.
         event = record.msg if record.name.startswith("kvtier") else f"{record.name}:{record.lineno}"
-        count = self._counts[event] = self._counts.get(event, 0) + 1
+        key = event, getattr(record, "tenant", None)
+        count = self._counts[key] = self._counts.get(key, 0) + 1
         return count <= self._lines_max or record.levelno >= logging.CRITICAL
 
     def tell(self) -> None:
         """One line for each event of which lines were left out."""
         counts, self._counts = self._counts, {}
-        for event, count in counts.items():
+        for (event, tenant), count in counts.items():
             if count > self._lines_max:
-                fields = {"of": event, "count": count - self._lines_max}
+                fields = {"of": event, "count": count - self._lines_max, "tenant": tenant}
                 extra = {"name": __name__, "msg": LEFT_OUT, "levelno": logging.WARNING}
                 record = logging.makeLogRecord({**extra, "levelname": "WARNING", **fields})
                 self._handler.emit(record)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from kvtier.core.stats import LowerCounts
 from kvtier.metrics.labels import BREAKER_STATES
 from kvtier.server.base import Base
-from kvtier.server.lower_settings import UNLIMITED_BYTES_PER_HOUR
 from kvtier.server.remote_tier import RemoteKeeper
 from kvtier.server.tier_rows import note_counts, tier_row
 from kvtier.types import TierName
@@ -41,9 +38,7 @@ class RemoteReport:
         metrics.remote.note_troubles(keeper.parts.engine.troubles)
         if counts is not None:
             note_counts(metrics, self.tier, counts)
-            left = float(max(0, counts.budget_bytes_left))
-            is_bounded = left < UNLIMITED_BYTES_PER_HOUR / 2
-            metrics.remote.write_budget_bytes.set(left if is_bounded else math.inf)
+            metrics.remote.write_budget_bytes.set(max(0, counts.budget_bytes_left))
             metrics.remote.note_refused(counts.refused_count)
 
     def tier_stats(self, counts: LowerCounts | None) -> list[pb.TierStats]:

@@ -201,7 +201,9 @@ def are_alike(device: KernelDevice, one: Attention, other: Attention) -> bool:
     block_tokens, place = kv_cache.shape[3], kv_cache.device
     layer = kv_cache.shape[1] - 1
     token_count = min(_TRIED_TOKENS, block_tokens * len(kv_cache))
-    generator = torch.Generator().manual_seed(1)
+    # Drawn anew: in memory that nobody wrote to an earlier trial's right result may lie.
+    generator = torch.Generator()
+    generator.seed()
 
     def some(head_count: int) -> Tensor:
         drawn = torch.randn(token_count, head_count, config.head_size, generator=generator)

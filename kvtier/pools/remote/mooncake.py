@@ -266,12 +266,14 @@ class MooncakeEngine:
 
     def _close_store(self) -> None:
         with self._connecting:
-            store, self._store = self._store, None
+            store = self._store
             if store is None:
                 return
+            # As one: a buffer may end meanwhile, and be unregistered too.
             with self._registering:
                 while self._registered:
                     store.unregister_buffer(self._registered.popitem()[0])
+                self._store = None
             if not self._is_lent:
                 store.close()
 
@@ -295,6 +297,8 @@ class MooncakeEngine:
         with self._registering:
             if address in self._registered:
                 return
+            if self._store is None:  # Closed meanwhile.
+                raise _Trouble(RemoteOutcome.UNREACHABLE)
             if self._store.register_buffer(address, whole.nbytes) != 0:
                 raise _Trouble(RemoteOutcome.FAILED)
             self._registered[address] = None

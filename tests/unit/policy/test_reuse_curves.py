@@ -75,8 +75,12 @@ def test_one_class_whose_hazard_falls_is_lru(counts: list[int], waiting: int) ->
     assert (np.diff(index) <= 1e-9 + 1e-6 * index[:-1]).all()
 
 
+# Smaller ones are lost in the rounding of a difference of two survivals.
+CHANCES = st.just(0.0) | st.floats(1e-3, 0.9)
+
+
 @settings(deadline=None)
-@given(st.lists(st.floats(0, 0.9), min_size=BIN_COUNT, max_size=BIN_COUNT))
+@given(st.lists(CHANCES, min_size=BIN_COUNT, max_size=BIN_COUNT))
 def test_index_is_the_best_ratio_of_all_further_times(hazard: list[float]) -> None:
     survival_at_edges = survivals(np.array(hazard))
     index = worths(survival_at_edges)

@@ -33,8 +33,12 @@ class Lines:
     def objects(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.lines]
 
-    def write_at(self, seconds: float, event: str, level: int = logging.INFO) -> None:
-        record = self.log.makeRecord(self.log.name, level, __file__, 1, event, (), None)
+    def write_at(
+        self, seconds: float, event: str, level: int = logging.INFO, **fields: object
+    ) -> None:
+        record = self.log.makeRecord(
+            self.log.name, level, __file__, 1, event, (), None, extra=fields
+        )
         record.created = seconds
         logging.getLogger().handle(record)
 
@@ -92,6 +96,15 @@ def test_a_flood_of_one_event_is_cut_and_counted_and_holds_up_no_other(lines: Li
     told = lines.objects[4:]
     assert [one["event"] for one in told] == [logs.LEFT_OUT, "session lost"]
     assert (told[0]["of"], told[0]["count"]) == ("session lost", 7)
+
+
+def test_a_flood_of_one_tenant_holds_up_no_other_s_lines(lines: Lines) -> None:
+    for tenant in ["greedy"] * 10 + ["modest"]:
+        lines.write_at(100.0, "call refused", tenant=tenant)
+    assert [one["tenant"] for one in lines.objects] == ["greedy"] * 3 + ["modest"]
+    lines.write_at(112.0, "session lost")
+    told = lines.objects[4]
+    assert (told["of"], told["count"], told["tenant"]) == ("call refused", 7, "greedy")
 
 
 def test_what_ends_the_daemon_is_never_left_out(lines: Lines) -> None:

@@ -232,7 +232,8 @@ class LogConfig:
     lines_max: int = option(
         50,
         Count(1, 100_000),
-        "Lines of one event and tenant in ten seconds; what comes beyond is counted, and told as one line.",
+        "Lines of one event and tenant in ten seconds; what comes beyond is counted, and told as "
+        "one line.",
     )
     slow_call_seconds: float = option(
         0.5,

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.checksum import block_checksum
 from kvtier.client import AsyncClient, Client, Lease, Namespace
+from kvtier.client.values import Reservation
 from kvtier.errors import FdPassingUnavailable, NotReserved, StaleSlot, Unavailable
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import CommitOutcome, Cut, TierName
@@ -47,14 +48,25 @@ def ready(client: Client, spec: NamespaceSpec) -> Namespace:
     return namespace
 
 
+def reserved(client: Client, namespace: Namespace, count: int) -> Reservation:
+    """As soon as the daemon has heard of what is mapped."""
+    given: list[Reservation] = []
+
+    def is_given() -> bool:
+        given.append(client.reserve(namespace, count))
+        return len(given[-1].slots) > 0
+
+    eventually(is_given)
+    return given[-1]
+
+
 def offload(client: Client, namespace: Namespace, hashes: list[bytes]) -> list[bytes]:
     """Fill and commit a block for each hash, as many at a time as slots are given."""
     payloads: list[bytes] = []
     while len(payloads) < len(hashes):
         first = len(payloads)
-        reservation = client.reserve(namespace, len(hashes) - first)
+        reservation = reserved(client, namespace, len(hashes) - first)
         count = len(reservation.slots)
-        assert count > 0, "no slot is free"
         new = [os.urandom(SHARD_BYTES) for _ in range(count)]
         with client.arena(namespace).hold(reservation.slots, reservation.session) as views:
             for view, payload in zip(views, new, strict=True):
@@ -121,7 +133,7 @@ def test_clear_voids_what_was_reserved_before(
     namespace = ready(client, spec)
     hashes = chain(2)
     offload(client, namespace, hashes[:1])
-    reservation = client.reserve(namespace, 1)
+    reservation = reserved(client, namespace, 1)
     epoch = client.clear(namespace)
     assert epoch != reservation.epoch
     assert client.match(namespace, hashes).matched_count == 0
@@ -159,7 +171,7 @@ def test_a_foreign_slot_is_refused_by_name(
 ) -> None:
     client = make_client(daemon.socket)
     namespace = ready(client, spec)
-    reservation = client.reserve(namespace, 1)
+    reservation = reserved(client, namespace, 1)
     with pytest.raises(NotReserved):
         client.abort(namespace, [int(reservation.slots[0]) + 1], session=reservation.session)
     assert client.abort(namespace, reservation.slots, session=reservation.session) == 1
@@ -199,7 +211,7 @@ def test_a_suspect_session_is_replaced_and_its_slots_come_back(
     client = make_client(daemon.socket)
     namespace = ready(client, spec)
     old = session_of(client)
-    reservation = client.reserve(namespace, 3)
+    reservation = reserved(client, namespace, 3)
     daemon.stop()
     try:
         with pytest.raises(Unavailable):

@@ -26,7 +26,8 @@ from kvtier.pools.remote.framing import InPlace, bytes_of
 
 _LINE_BYTES_MAX = 64 << 10
 _PARTS_MAX = 1024  # IOV_MAX
-_SENT_BYTES_MIN = 1 << 20  # Small values go together.
+# Values go together: blocks of 2 MiB by twos reached 0.87 of the bare client, one by one 0.85.
+_SENT_BYTES_MIN = 4 << 20
 _TIME = struct.Struct("@ll")  # struct timeval
 
 _REFUSED = ("NOAUTH", "WRONGPASS", "MISCONF", "NOPERM", "READONLY")

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
+from kvtier.config_address import ListenAddress
 from kvtier.config_cxl import CxlConfig, check_cxl
 from kvtier.config_events import EventsConfig, check_events
 from kvtier.config_grpc import GrpcConfig, check_grpc
@@ -26,7 +27,6 @@ from kvtier.config_restart import RestartConfig, check_restart
 from kvtier.config_tenant import SHARED, TenantConfig, certificate_lists, check_tenants
 from kvtier.config_values import (
     AUTO,
-    Address,
     AdmissionRule,
     Choice,
     Count,
@@ -219,7 +219,9 @@ class AdminConfig:
     """HTTP for people and Prometheus: a status page, /metrics and /healthz."""
 
     address: str = option(
-        "127.0.0.1:9464", Address(), 'Loopback address (port 0: any free port), or "off".'
+        "127.0.0.1:9464",
+        ListenAddress(is_loopback_only=True),
+        'Loopback address (port 0: any free port), or "off".',
     )
 
 

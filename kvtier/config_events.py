@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtier.config_address import ListenAddress, split_address
 from kvtier.config_values import (
-    Address,
     Choice,
     Count,
     Names,
@@ -14,7 +14,6 @@ from kvtier.config_values import (
     Switch,
     Text,
     option,
-    split_address,
 )
 from kvtier.errors import ConfigError
 
@@ -118,4 +117,4 @@ def _check_bind(name: str, endpoint: str) -> None:
         return
     if not endpoint.startswith("tcp://"):
         raise ConfigError(f"{name} is {endpoint!r}: write {BIND_FORMS}")
-    Address().check(name, endpoint.removeprefix("tcp://"))
+    ListenAddress(is_loopback_only=True).check(name, endpoint.removeprefix("tcp://"))

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier.config_values import Count, PathValue, Seconds, is_loopback, option, split_address
+from kvtier.config_address import OFF, ListenAddress, is_loopback, split_address
+from kvtier.config_values import Count, PathValue, Seconds, option
 from kvtier.errors import ConfigError
 
-OFF = "off"
 LIST_MAX = 256
 NAME_CHARS_MAX = 512
 _FORMS = {
@@ -18,32 +18,6 @@ _FORMS = {
     "sha256": re.compile(r"[0-9a-f]{64}"),
 }
 _TLS_FILES = ("tls_certificate", "tls_private_key", "tls_authorities")
-
-
-@dataclass(frozen=True, slots=True)
-class ListenAddress:
-    """An address with a port to listen at, or "off"."""
-
-    def check(self, name: str, value: object) -> object:
-        if not isinstance(value, str):
-            raise ConfigError(f'{name} is {value!r}: it must be a text such as "127.0.0.1:7480"')
-        if value == OFF:
-            return value
-        host, port = split_address(name, value)
-        if not host or not re.fullmatch(r"localhost|[0-9.]+|[0-9a-fA-F:.]+", host):
-            raise ConfigError(f"{name} is {value!r}: write an IP address of this node, and a port")
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"{name} is {value!r}: the port may be 0 to 65535")
-        return value
-
-    def from_text(self, text: str) -> object:
-        return text
-
-    def describe(self) -> str:
-        return "an address with a port, or off"
-
-    def show(self, value: object) -> str:
-        return f'"{value}"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from kvtier.config_address import split_address
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")
@@ -385,32 +385,6 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """A loopback address with a port, or "off": nothing listens beyond this node."""
-
-    def check(self, name: str, value: object) -> object:
-        if not isinstance(value, str):
-            raise ConfigError(f'{name} is {value!r}: it must be a text such as "127.0.0.1:9464"')
-        if value == "off":
-            return value
-        host, port = split_address(name, value)
-        if host != "localhost" and not is_loopback(host):
-            raise ConfigError(f"{name} is {value!r}: only loopback addresses may be listened on")
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"{name} is {value!r}: the port may be 0 to 65535")
-        return value
-
-    def from_text(self, text: str) -> object:
-        return text
-
-    def describe(self) -> str:
-        return "a loopback address with a port, or off"
-
-    def show(self, value: object) -> str:
-        return f'"{value}"'
-
-
-@dataclass(frozen=True, slots=True)
 class Addresses:
     """A list of other machines' addresses; on the command line with commas between them."""
 
@@ -452,14 +426,6 @@ def split_remote_address(name: str, value: object) -> tuple[str, int]:
     return host, port
 
 
-def split_address(name: str, value: str) -> tuple[str, int]:
-    """Host and port of "127.0.0.1:0" or "[::1]:0"."""
-    host, colon, port = value.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise ConfigError(f'{name} is {value!r}: write ADDRESS:PORT, such as "127.0.0.1:9464"')
-    return host.strip("[]"), int(port)
-
-
 def format_bytes(count: int) -> str:
     """The largest unit that divides it: 64MiB, 1GiB, 4095B."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -483,13 +449,6 @@ def _with_unit(name: str, value: object, units: Mapping[str, float]) -> float:
     if found is None or found[2] not in units:
         raise ConfigError(f"{name} is {value!r}: write a number with its unit ({', '.join(units)})")
     return float(found[1]) * units[found[2]]
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _in_range(name: str, value: int | float, low: float, high: float) -> int | float:

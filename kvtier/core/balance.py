@@ -19,7 +19,6 @@ _TOLD_SECONDS = 0.1
 class _SlabCounts:
     """By namespace."""
 
-    held: dict[NamespaceId, int]  # All, wherever they go.
     kept: dict[NamespaceId, int]  # Without those that are being taken back, and may still come.
     takeable: dict[NamespaceId, int]  # Of sets that are not withdrawn.
     promised: dict[NamespaceId, int]  # Are being taken back for this namespace.
@@ -96,7 +95,7 @@ class Balance:
             return None  # Nobody else is there.
         mine, needed_count = residency.facts.namespace, residency.facts.shard_count
         tenant, counts = residency.facts.tenant, self._counts(now)
-        held, kept = self._by_tenant(counts.held), self._by_tenant(counts.kept)
+        held, kept = self._held(), self._by_tenant(counts.kept)
         shares = self.tenancy.shares(self._ledger.slab_count_max, held, now, wanting=tenant)
         promised = {one: count for one, count in counts.promised.items() if one != mine}
         mine_count = kept.get(tenant, 0) + self._by_tenant(promised).get(tenant, 0)
@@ -153,10 +152,9 @@ class Balance:
                 leaving.append(one)
             else:
                 takeable[one.namespace] = takeable.get(one.namespace, 0) + len(one.slabs)
-        found = _SlabCounts(dict(takeable), dict(takeable), takeable, {})
+        found = _SlabCounts(dict(takeable), takeable, {})
         for one in leaving:
             count, promised_to = len(one.slabs), one.promised_to
-            found.held[one.namespace] = found.held.get(one.namespace, 0) + count
             if promised_to is None or now - one.withdrawn_at > self._patience_seconds:
                 found.kept[one.namespace] = found.kept.get(one.namespace, 0) + count
             else:

@@ -263,10 +263,11 @@ class PrefixIndex:
         self._link_all(rows[parents != NOBODY], parents[parents != NOBODY])
         return rows
 
-    def leave_memory(self, rows: Sequence[int]) -> int | None:
+    def leave_memory(self, rows: list[int]) -> int | None:
         """The replicas in memory of a chain, its last block first, are gone; but for the first of
         `rows`, none has a child in memory that is not among them. Returns the row before the chain
-        if that has no children in memory any more."""
+        if that has no children in memory any more. A list: NumPy takes a tuple for axes, and an
+        empty one for the whole column."""
         self.place[rows] = NOBODY
         self.memory_children[rows[1:]] = 0
         parent = self.parent.item(rows[-1])

@@ -43,7 +43,7 @@ class Leaving:
             chain.append(row)
         return chain
 
-    def leave(self, rows: Sequence[int], policy: EvictionPolicy) -> int | None:
+    def leave(self, rows: list[int], policy: EvictionPolicy) -> int | None:
         """The READY replicas of a chain, its last block first, go; the caller ends them in the
         tier. Returns the row before the chain if that has no children in memory any more."""
         index = self.index

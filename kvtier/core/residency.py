@@ -257,7 +257,7 @@ class Residency:
             return hashes
         leaving = Leaving(self.index, self.tier)
         for victims in self.policy.nominate(count, leaving.may_evict, leaving.chain_of):
-            rows = list(victims)  # An empty part of a tuple would index everything.
+            rows = list(victims)
             hashes.extend(map(self._hash, rows))
             places.extend(map(self.index.place.item, rows))
             self._leave_memory(rows)
@@ -466,7 +466,7 @@ class Residency:
         held = place != NOBODY and (not self.is_in_memory(row) or self.tier.is_pinned(place))
         return self.index.is_leaf(row) and not held
 
-    def _leave_memory(self, rows: Sequence[int]) -> None:
+    def _leave_memory(self, rows: list[int]) -> None:
         """The READY replicas in memory of a chain, its last block first, go; the caller ends them
         in the tier."""
         parent = Leaving(self.index, self.tier).leave(rows, self.policy)

@@ -240,7 +240,7 @@ class Shares:
             found.extend(self._hand_out(now, residency.facts.namespace, node))
             missing = count - tier.allocator.free_count_in(usable)
             if missing > 0 and not self._growth_expected(residency, usable, now):
-                found.extend(self._rebalance(residency, now)[:-1])  # The next sweep empties it.
+                found.extend(self._take_back(residency, now) or ())  # Emptied by the next sweep.
             hashes = residency.evict(missing) if missing > 0 else []
             if hashes:
                 found.append(_made_room(residency, hashes))
@@ -415,12 +415,17 @@ class Shares:
         ]
 
     def _rebalance(self, residency: Residency, now: float) -> list[ins.Instruction]:
+        """As `_take_back`, and what is taken is emptied at once."""
+        found = self._take_back(residency, now)
+        return [] if found is None else [*found, ins.Continue(ev.SweepVoid())]
+
+    def _take_back(self, residency: Residency, now: float) -> list[ins.Instruction] | None:
         """Take one set's worth from who has more than its fair share, if this namespace has less:
-        from another tenant first."""
+        from another tenant first. None when nothing is taken."""
         ledger, facts = self._ledger, residency.facts
         found: list[ins.Instruction] = []
         if ledger.pending_count and self._populated_at > now - self._config.growth_wait_seconds:
-            return found
+            return None
         first_count = len(ledger.stock) + self._balance.promised_count(facts.namespace, now)
         coming_count = first_count
         while coming_count < facts.shard_count:
@@ -429,7 +434,7 @@ class Shares:
                 break
             found.extend(self._withdraw(one, now, facts.namespace))
             coming_count += len(one.slabs)
-        return found if coming_count == first_count else [*found, ins.Continue(ev.SweepVoid())]
+        return None if coming_count == first_count else found
 
     def _withdraw(
         self, one: SlabSet, now: float, promised_to: NamespaceId | None = None

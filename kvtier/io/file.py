@@ -270,3 +270,12 @@ def merge(accesses: Sequence[Access]) -> list[tuple[Access, ...]]:
 def _finish_all(call: _Call, outcome: Outcome) -> None:
     for access in call.accesses:
         call.batch.finish(access.member, outcome)
+
+
+def sync_directory(directory: Path) -> None:
+    """Names that were made or changed in it are durable when this returns. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

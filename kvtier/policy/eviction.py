@@ -43,6 +43,20 @@ def alone(row: int, count: int) -> Sequence[int]:
     return (row,)
 
 
+def only_children(
+    row: int, count: int, parents: Sequence[int], children: Sequence[int]
+) -> list[int]:
+    """The `ChainOf` of a player that holds no block: a leaf, and those before it that have no other
+    child. `parents` gives a row's parent, negative where there is none."""
+    chain = [row]
+    while len(chain) < count:
+        row = parents[row]
+        if row < 0 or children[row] > 1:
+            break
+        chain.append(row)
+    return chain
+
+
 class Blocks(Protocol):
     """What a policy may ask of the blocks that it was told of."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.policy.class_leaves import Leaves, Worth
-from kvtier.policy.eviction import Evictable, EvictionOrder, Keys
+from kvtier.policy.eviction import Evictable, EvictionOrder, Keys, only_children
 from kvtier.policy.reuse_classes import ENDED
 
 BLOCKS_MIN = 1000
@@ -109,14 +109,8 @@ class ShadowCache:
     def _may_evict(self, row: int) -> Evictable:
         return Evictable.INNER if self._children[row] else Evictable.YES
 
-    def _chain_of(self, row: int, count: int) -> Sequence[int]:
-        chain = [row]
-        while len(chain) < count:
-            row = self._parent[row]
-            if row < 0 or self._children[row] > 1:
-                break
-            chain.append(row)
-        return chain
+    def _chain_of(self, row: int, count: int) -> list[int]:
+        return only_children(row, count, self._parent, self._children)
 
     def _evict(self, rows: Sequence[int]) -> None:
         self._leaves.remove(rows)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from prometheus_client import Metric
 
 from kvtier.clock import Clock
-from kvtier.config_values import split_address
+from kvtier.config_address import split_address
 from kvtier.errors import ConfigError
 from kvtier.metrics.registry import samples_of, text_of
 from kvtier.server.core_loop import CoreLoop

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import KVTierError
+from kvtier.io.file import sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class EpochStore:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_directory(self._directory)
+        sync_directory(self._directory)
 
 
 def _fingerprint_of(path: Path) -> bytes | None:
@@ -119,14 +120,6 @@ def _fingerprint_of(path: Path) -> bytes | None:
     except ValueError:
         return None
     return fingerprint if len(fingerprint) == FINGERPRINT_BYTES else None
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _encode(fingerprint: bytes, epochs: list[int]) -> bytes:

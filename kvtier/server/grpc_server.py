@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from kvtier.config_values import split_address
+from kvtier.config_address import split_address
 from kvtier.errors import ConfigError
 from kvtier.server.activation import SOCKET_UMASK, socket_mode
 

@@ -67,8 +67,11 @@ class HitCurves:
         }
 
     def forget(self, tenant: str) -> None:
-        """Its own curve; that of all keeps samples of hashes that nobody can turn back."""
+        """Its own curve, which the only tenant's is that of all; else that of all keeps samples of
+        hashes that nobody can turn back."""
         self._tenants.pop(tenant, None)
+        if not self._tenants_max:
+            self._all, self._began = None, self._clock.now()
 
     def _told(self, tenant: str, curve: HitCurve) -> dict[str, Any]:
         hours = self._weighted_seconds() / 3600

@@ -10,10 +10,10 @@ All methods block; the daemon calls them in a thread.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from kvtier.errors import KVTierError
+from kvtier.io.file import sync_directory
 
 
 class OwedClears:
@@ -37,7 +37,7 @@ class OwedClears:
             self._path_of(fingerprint).touch(mode=0o640)
             # Of the parent too: the folder itself may be new.
             for one in (self._directory, self._directory.parent):
-                _sync_directory(one)
+                sync_directory(one)
         except OSError as error:
             raise KVTierError(
                 f"the clear cannot be recorded in {self._directory} ({error.strerror}): "
@@ -50,11 +50,3 @@ class OwedClears:
 
     def _path_of(self, fingerprint: bytes) -> Path:
         return self._directory / f"{fingerprint.hex()}.owed"
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import KVTierError
+from kvtier.io.file import sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class PurgeRecords:
                 os.fdatasync(file.fileno())
             new.rename(path)
             for one in (self._directory, self._directory.parent):
-                _sync_directory(one)
+                sync_directory(one)
         except OSError as error:
             raise KVTierError(
                 f"the purge cannot be recorded in {self._directory} ({error.strerror}): make room "
@@ -105,11 +106,3 @@ def _record_of(facts: dict[str, Any]) -> PurgeRecord:
     record = PurgeRecord(**facts, tiers=tiers)
     record.spaces  # noqa: B018  # Raises ValueError for what names no namespaces.
     return record
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import uvloop
 
 from kvtier.clock import wall_seconds
-from kvtier.config_values import split_address
+from kvtier.config_address import split_address
 from kvtier.errors import ConfigError, Forbidden, KVTierError, LimitExceeded
 from kvtier.metrics.calls import CallMetrics
 from kvtier.server.certificates import Grants, TlsFiles, names_of, seconds_left

@@ -6,7 +6,6 @@ after it, for as long as the policy keeps it; evicted are leaves only, as the ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvtier.policy.eviction import (
     LearningPolicy,
     PolicyMaker,
     Rows,
+    only_children,
 )
 from kvtier.sim.traces import Blocks, Trace
 
@@ -92,7 +92,7 @@ class _Tier:
         excess = self._count - self._capacity
         if excess > 0:
             for chain in self._policy.nominate(excess, self._may_evict, self._chain_of):
-                self._evict(chain)
+                self._evict(list(chain))
 
     def _insert(self, fresh: Blocks, now: float) -> None:
         self._resident[fresh] = True
@@ -107,16 +107,10 @@ class _Tier:
     def _may_evict(self, block: int) -> Evictable:
         return Evictable.INNER if self._children[block] else Evictable.YES
 
-    def _chain_of(self, block: int, count: int) -> Sequence[int]:
-        chain = [block]
-        while len(chain) < count:
-            block = self._parent[block]
-            if block < 0 or self._children[block] > 1:
-                break
-            chain.append(block)
-        return chain
+    def _chain_of(self, block: int, count: int) -> list[int]:
+        return only_children(block, count, self._parent, self._children)
 
-    def _evict(self, chain: Sequence[int]) -> None:
+    def _evict(self, chain: list[int]) -> None:
         self._resident[chain] = False
         self._count -= len(chain)
         self._policy.on_remove(chain)

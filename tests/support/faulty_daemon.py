@@ -7,7 +7,6 @@ driver may raise.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import sys
@@ -16,12 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvtier.cli import serve
-from kvtier.errors import ConfigError
 from kvtier.io.driver import Access, Driver, Outcome
 from kvtier.io.file import FileDriver, outcome_of
 from kvtier.memory import Bytes
 from kvtier.server import app, nvme
+from tests.support.serving import serve_daemon
 
 VARIABLE = "KVTIER_TEST_FAULT"
 PROGRAM = [sys.executable, "-m", "tests.support.faulty_daemon"]
@@ -57,13 +55,7 @@ def open_faulty(path: Path, depth: int) -> Driver:
 def main() -> int:
     app.serve = partial(app.serve, open_driver=open_faulty)  # type: ignore[assignment]
     nvme.END_SECONDS = 0.5  # Tests of a disk that hangs need not take as long as an end may.
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    try:
-        return serve.run(parser.parse_args())
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    return serve_daemon()
 
 
 if __name__ == "__main__":

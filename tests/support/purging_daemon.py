@@ -8,18 +8,16 @@ the nodes take less time than they should.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli import serve
-from kvtier.errors import ConfigError
 from kvtier.pools.remote.epochs import EpochTimes
 from kvtier.server.purge_tiers import Progress
 from kvtier.server.remote_tier import RemoteKeeper
+from tests.support.serving import serve_daemon
 
 VARIABLE = "KVTIER_TEST_KILL"
 PROGRAM = [sys.executable, "-m", "tests.support.purging_daemon"]
@@ -51,13 +49,7 @@ def main() -> int:
     defaults = RemoteKeeper.__init__.__kwdefaults__
     assert defaults is not None, "the keeper has times of its own"
     defaults["times"] = QUICK
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    try:
-        return serve.run(parser.parse_args())
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    return serve_daemon()
 
 
 if __name__ == "__main__":

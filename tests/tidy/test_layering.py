@@ -52,17 +52,18 @@ LAYERS: dict[str, Layer] = {
     "lane": Layer((), (*EFFECTS, *ENGINES)),
     "clock": Layer((), ENGINES),
     "paths": Layer(VALUES, ENGINES),
-    "config_values": Layer(VALUES, ENGINES),
+    "config_address": Layer(VALUES, ENGINES),
+    "config_values": Layer((*VALUES, "config_address"), ENGINES),
     "config_remote": Layer((*VALUES, "config_values"), ENGINES),
-    "config_events": Layer((*VALUES, "config_values"), ENGINES),
+    "config_events": Layer((*VALUES, "config_values", "config_address"), ENGINES),
     "config_restart": Layer((*VALUES, "config_values"), ENGINES),
     "config_cxl": Layer((*VALUES, "config_values"), ENGINES),
-    "config_grpc": Layer((*VALUES, "config_values"), ENGINES),
+    "config_grpc": Layer((*VALUES, "config_values", "config_address"), ENGINES),
     "config_tenant": Layer((*VALUES, "config_values", "config_grpc"), ENGINES),
     "config_recorder": Layer((*VALUES, "config_values"), ENGINES),
     "config": Layer(
         (
-            *(*VALUES, "paths", "config_values"),
+            *(*VALUES, "paths", "config_values", "config_address"),
             *("config_remote", "config_events", "config_restart", "config_recorder"),
             *("config_cxl", "config_tenant", "config_grpc"),
         ),
@@ -79,7 +80,7 @@ LAYERS: dict[str, Layer] = {
     "server": Layer(
         (
             *(*SHARED, "policy", "core", "io", "pools", "config", "config_values", "metrics"),
-            *("clock", "paths", "v1", "codec", "recording"),
+            *("clock", "paths", "v1", "codec", "recording", "config_address"),
             *("config_remote", "config_events", "config_restart", "config_recorder"),
             *("config_cxl", "config_tenant", "config_grpc"),
         ),

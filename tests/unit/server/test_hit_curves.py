@@ -59,6 +59,15 @@ def test_a_daemon_of_one_tenant_keeps_one_curve() -> None:
     assert [one["tenant"] for one in curves.told()["curves"]] == [""]
 
 
+def test_of_a_tenant_that_is_forgotten_no_samples_stay_but_those_of_all() -> None:
+    for has_tenants in (True, False):
+        curves = curves_of(has_tenants=has_tenants)
+        curves.on_acquire(acquire(1, "a"))
+        curves.forget("t1")
+        left = [one["tenant"] for one in curves.told()["curves"]]
+        assert left == ([""] if has_tenants else [])
+
+
 def test_slices_after_the_first_and_what_engines_skip_do_not_count() -> None:
     curves = curves_of()
     curves.on_acquire(acquire(1, "a"))

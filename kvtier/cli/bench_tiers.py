@@ -14,6 +14,8 @@ master and a process that lends it memory. What cannot be run is said, with its 
     redis      blocks in a server by TCP; beside it the redis package, pipelined
     mooncake   blocks in another process by TCP; beside it Mooncake's client on registered memory
 
+The engines' servers have half of the cores, both clients the other half: as on two machines.
+
     …_put_ratio, …_get_ratio   of speeds within a round; median over the rounds
     …_gbps, …_raw_gbps         medians over the rounds, of batches
     …_p50_ms, …_p99_ms         of lone blocks; …_raw_… beside it
@@ -303,7 +305,8 @@ def _redis(bench: Bench) -> Iterator[Sides]:
         raise NotRun("neither valkey-server nor redis-server is installed")
     memory = {"sources": bench.sources, "targets": bench.targets}
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(bench_servers.redis_server(binary, bench.folder))
+        cores = stack.enter_context(bench_servers.apart())
+        port = stack.enter_context(bench_servers.redis_server(binary, bench.folder, cores))
         settings = RedisSettings((("127.0.0.1", port),))
         ours = in_engine.RemoteSide(
             lambda buffers: RedisEngine(settings, buffers=buffers), **memory
@@ -321,7 +324,8 @@ def _mooncake(bench: Bench) -> Iterator[Sides]:
     memory = {"sources": bench.sources, "targets": bench.targets}
     segment_bytes = max(256 << 20, -(-4 * bench.batch_bytes // (16 << 20)) * (16 << 20))
     with contextlib.ExitStack() as stack:
-        cluster = bench_servers.mooncake_cluster(binary, bench.folder, segment_bytes)
+        cores = stack.enter_context(bench_servers.apart())
+        cluster = bench_servers.mooncake_cluster(binary, bench.folder, segment_bytes, cores)
         master = stack.enter_context(cluster)
         settings = MooncakeSettings(master, "127.0.0.1")
         ours = in_engine.RemoteSide(

@@ -291,7 +291,7 @@ class Onboarder:
             attempt=attempt,
             first_index=first,
             sources=sources_of(attempt.tiers, lease.leased_count, first, count),
-            copy=desk.rule.copying.begin(copied(count), desk.clock.now()),
+            copy=desk.rule.begin_copy(request.request_id, count, desk.clock.now()),
         )
         request.attempt = None
         request.phase = OnboardPhase.LOADING

@@ -1,14 +1,15 @@
 """What loads over one link have taken lately, and what others would take; pure.
 
-Loads follow one another, so each takes what is left when the one before it has ended; loads that
-end at once, or that share the link, are measured together. Beside what
-each block takes a load has fixed costs (questions, the engine's steps): a line through what was
-measured tells the two apart, by least squares that forget.
+Loads follow one another, so each takes what is left when the one before it has ended; those that
+end at once are measured together. Or they share the link, as is seen when one overtakes another:
+then each has had its part of all the time since it began. Beside what each block takes a load has
+fixed costs (questions, the engine's steps): a line through what was measured tells the two apart,
+by least squares that forget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,10 +21,12 @@ RATE_WEIGHT = 0.2
 SPREAD_MIN = 0.05
 # A load that ends so soon after the one before it, by what it should take, came along with it.
 AT_ONCE_SHARE = 0.05
-# So many loads at most are measured as one; and for so many ends after one that came before its
-# turn, loads share the link, and none of them tells by itself what it takes.
+# So many loads at most are measured as one.
 GROUP_LOADS_MAX = 32
+# After one that came before its turn loads share the link, until so many have come in their turn
+# although one of half the blocks or less had been there nearly as long.
 SHARED_ENDS = 64
+AS_LONG_SHARE = 0.9
 
 Counts = Mapping[TierName, int]  # Blocks by the tier that they are in.
 
@@ -92,6 +95,37 @@ class Load:
 
     counts: Counts
     began_at: float
+    seconds: float  # What it should take by itself, by what was known then.
+    had_at: float  # What a load that has always been there had had of the link by then.
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Those that a load asked for now would meet on a link."""
+
+    seconds: float = 0.0  # Until all of them have come, if nothing else is asked for.
+    # Of each, what it takes yet by itself, where they share the link; None: they come first.
+    left: Sequence[float] | None = None
+    slowness: float = 1.0  # How much longer they take than they should.
+
+    def with_later(self, seconds: Sequence[float]) -> UnderWay:
+        """And those that are still to begin, but before that load."""
+        left = None if self.left is None else (*self.left, *seconds)
+        return UnderWay(self.seconds + sum(seconds), left, self.slowness)
+
+    def wait_seconds(self, seconds: float) -> float:
+        """How much longer than `seconds`, as by itself, that load takes."""
+        if self.left is None:
+            return self.seconds
+        return (self.slowness - 1.0) * seconds + self.delay_seconds(seconds)
+
+    def delay_seconds(self, seconds: float) -> float:
+        """How much longer the others take for it, all together.
+
+        Until the first of two is done both have had as much: each waits for that of the other.
+        """
+        seconds *= self.slowness
+        return sum(min(seconds, one) for one in self.left or ())
 
 
 class Link:
@@ -106,6 +140,9 @@ class Link:
         self._queued_blocks = dict.fromkeys(TierName, 0)
         self._time = LinkTime()
         self._shared_ends = 0  # Above 0: loads do not end in their order.
+        # What a load that has always been there has had of the link, all having had equal parts.
+        self._had = 0.0
+        self._had_until = float("-inf")
 
     @property
     def queued_count(self) -> int:
@@ -138,16 +175,26 @@ class Link:
             for tier, load_count in self._queued_loads.items()
             if load_count
         )
-        if self._shared_ends:
-            return max(elapsed, seconds)  # Whoever comes to share slows those down, too.
         first_seconds = self.seconds(first.counts)
         if elapsed <= first_seconds or first_seconds == 0:
             return seconds - min(elapsed, first_seconds)
         return (seconds - first_seconds) * elapsed / first_seconds
 
+    def under_way(self, now: float) -> UnderWay:
+        """What was asked for and has not come."""
+        if not self._shared_ends:
+            return UnderWay(self.queued_seconds(now))
+        self._go_on(now)
+        had = [(load.seconds, self._had - load.had_at) for load in self._queued]
+        slowness = max((part / seconds for seconds, part in had if seconds > 0.0), default=1.0)
+        slowness = max(1.0, slowness)
+        left = [max(0.0, slowness * seconds - part) for seconds, part in had]
+        return UnderWay(sum(left), left, slowness)
+
     def begin(self, counts: Counts, now: float) -> Load:
         """So much is asked for. `end` it, whatever comes of it."""
-        load = Load(counts, now)
+        self._go_on(now)
+        load = Load(counts, now, self.seconds(counts), self._had)
         self._queued[load] = None
         for tier, count in counts.items():
             self._queued_loads[tier] += 1
@@ -159,6 +206,7 @@ class Link:
 
         Of several tiers at once, the lowest has taken what the others are not known to take.
         """
+        self._go_on(now)
         is_overtaking = next(iter(self._queued)) is not load
         del self._queued[load]
         for tier, count in load.counts.items():
@@ -168,13 +216,32 @@ class Link:
             return
         overlaps = load.began_at < self._time.free_at
         seconds = self._time.take(load.began_at, now)
-        self._shared_ends = SHARED_ENDS if is_overtaking else max(0, self._shared_ends - 1)
+        if is_overtaking:
+            self._shared_ends = SHARED_ENDS
+        elif self._shared_ends and self._is_in_turn(load):
+            self._shared_ends -= 1
+        if self._shared_ends:
+            seconds = self._had - load.had_at
         *others, lowest = (tier for tier in TierName if tier in came)
         seconds -= sum(self._tier_seconds(tier, came[tier]) for tier in others)
         expected = self._tier_seconds(lowest, came[lowest])
-        together = overlaps and (self._shared_ends > 0 or seconds < AT_ONCE_SHARE * expected)
+        is_group = not self._shared_ends and overlaps and seconds < AT_ONCE_SHARE * expected
         line = self._lines.setdefault(lowest, Line())
-        line.note(came[lowest], max(0.0, seconds), together=together)
+        line.note(came[lowest], max(0.0, seconds), together=is_group)
+
+    def _is_in_turn(self, load: Load) -> bool:
+        """It has ended. Did they share the link, another would have ended before it."""
+        had, count = self._had - load.had_at, sum(load.counts.values())
+        return any(
+            2 * sum(other.counts.values()) <= count
+            and self._had - other.had_at >= AS_LONG_SHARE * had
+            for other in self._queued
+        )
+
+    def _go_on(self, now: float) -> None:
+        if self._queued:
+            self._had += max(0.0, now - self._had_until) / len(self._queued)
+        self._had_until = now
 
     def _tier_seconds(self, tier: TierName, block_count: int, load_count: int = 1) -> float:
         line = self._lines.get(tier)

@@ -4,18 +4,22 @@ A load has two parts: blocks of lower tiers are promoted, then all are copied to
 are measured where they happen (link.py), and so is what a token of a prefill takes. To load the
 first d of n blocks is to take
 
-    cost(d) = max(queue + promoting(d), queue of copies) + copying(d)
+    cost(d) = promoting(d) and its wait + copying(d) and its wait + what others wait for it
               + (n - d) * tokens of a block * seconds a token
 
 Copies wait for those of all that were told to load before, also of those whose blocks still are
-being promoted. Within a run of blocks of one tier that is a line in d, so it is least at an end of
-the run: only these are compared, and 0, where nothing is loaded and no queue waited for. (That a
-token costs more the further back it reads is left out: what is computed are the last blocks. So is
-what others wait for the engine while it computes for this one.)
+being promoted, as far as these do not get on meanwhile. Where loads follow one another nobody waits
+for a later one. Where they share a link, each takes longer for whoever joins: by counting this, all
+together never take longer than if all had loaded or none had (docs/decisions/0023).
+
+Within a run of blocks of one tier the cost hardly bends, so it is least at an end of the run: only
+these are compared, and 0, where nothing is loaded and no queue waited for. (That a token costs more
+the further back it reads is left out: what is computed are the last blocks. So is what others wait
+for the engine while it computes for this one.)
 
 Until the engine has said how long it computes, all is loaded. What is avoided is tried again as
 retries.py says, as deep as that pays for. Each choice is counted, and so is its regret once the
-request runs: what it took more than the better of the other ways, by the rates known then.
+request runs: what it took itself more than the better of the other ways, by the rates known then.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvtier.policy.link import Counts, Link
+from kvtier.policy.link import Counts, Link, Load, UnderWay
 from kvtier.policy.retries import Retries
 from kvtier.types import TierName
 
@@ -52,22 +56,23 @@ class OnboardChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Queues:
-    """Seconds that a load asked for now waits for those before it, on each link."""
+    """What a load asked for now meets on each link."""
 
-    promoting: float
-    copying: float
-
-
-_NO_QUEUES = _Queues(0.0, 0.0)
+    promoting: UnderWay
+    copying: UnderWay
 
 
-@dataclass(frozen=True, slots=True)
+_NO_QUEUES = _Queues(UnderWay(), UnderWay())
+
+
+@dataclass(slots=True)
 class _Open:
     """A request that does not run yet."""
 
     runs: Runs
     depth: int
     queues: _Queues
+    is_copying: bool = False  # Or has been copied.
 
     @property
     def made(self) -> OnboardChoice:
@@ -109,7 +114,7 @@ class LoadRule:
         block_count = sum(count for _, count in runs)
         depth, queues = block_count, _NO_QUEUES
         if wish is not OnboardWish.ALWAYS and self.token_seconds is not None:
-            queues = _Queues(self.promoting.queued_seconds(now), self._copying_seconds(now))
+            queues = _Queues(self.promoting.under_way(now), self._copies(now))
         if wish is OnboardWish.NEVER:
             depth = 0
         elif wish is OnboardWish.AUTO and self.token_seconds is not None:
@@ -118,6 +123,13 @@ class LoadRule:
         self.counts[choice.made] += 1
         self.avoided_count += block_count - depth
         return depth
+
+    def begin_copy(self, request_id: str, block_count: int, now: float) -> Load:
+        """So many of its blocks are being copied to the engine. `copying` is told the end."""
+        choice = self._open.get(request_id)
+        if choice is not None:
+            choice.is_copying = True
+        return self.copying.begin(copied(block_count), now)
 
     def settle(self, request_id: str, loaded_count: int, seconds: float) -> None:
         """The request runs, with so many blocks loaded within so many seconds of waiting."""
@@ -130,7 +142,7 @@ class LoadRule:
         if choice.depth > 0:
             others.append(self._computed_seconds(block_count))
         if choice.depth < block_count and self._is_known(runs, block_count):
-            others.append(self._loaded_seconds(runs, block_count, choice.queues))
+            others.append(self._loaded_seconds(runs, block_count, choice.queues)[0])
         self.regret_seconds[choice.made] += max(0.0, cost - min(others, default=cost))
 
     def forget(self, request_id: str) -> None:
@@ -145,15 +157,12 @@ class LoadRule:
             self.counts[choice.made] -= 1
             self.avoided_count -= choice.block_count - choice.depth
 
-    def _copying_seconds(self, now: float) -> float:
-        """Until the link to the engine is free of all that was told to load."""
-        depths = [one.depth for one in self._open.values() if one.depth]
-        begun_count, begun_blocks = self.copying.queued(TierName.DRAM)
-        load_count, block_count = len(depths) - begun_count, sum(depths) - begun_blocks
-        seconds = self.copying.queued_seconds(now)
-        if load_count <= 0 or block_count <= 0:
-            return seconds
-        return seconds + self.copying.seconds(copied(block_count), load_count)
+    def _copies(self, now: float) -> UnderWay:
+        """Of all that was told to load, also what is not copied yet."""
+        depths = [one.depth for one in self._open.values() if one.depth and not one.is_copying]
+        return self.copying.under_way(now).with_later(
+            [self.copying.seconds(copied(depth)) for depth in depths]
+        )
 
     def _cheapest(self, runs: Runs, block_count: int, queues: _Queues) -> int:
         depths, end = [0], 0
@@ -162,8 +171,8 @@ class LoadRule:
             depths.append(end)
 
         def cost(depth: int) -> float:
-            computed = self._computed_seconds(block_count - depth)
-            return self._loaded_seconds(runs, depth, queues) + computed
+            own, others = self._loaded_seconds(runs, depth, queues)
+            return own + others + self._computed_seconds(block_count - depth)
 
         best = min(reversed(depths), key=cost)
         if best == block_count:
@@ -186,13 +195,20 @@ class LoadRule:
             lower_counts(runs, depth)
         )
 
-    def _loaded_seconds(self, runs: Runs, depth: int, queues: _Queues) -> float:
+    def _loaded_seconds(self, runs: Runs, depth: int, queues: _Queues) -> tuple[float, float]:
+        """What it takes itself, and how much longer others take for it."""
         if depth == 0:
-            return 0.0
-        seconds = queues.copying
+            return 0.0, 0.0
+        own = others = 0.0
         if lower := lower_counts(runs, depth):
-            seconds = max(seconds, queues.promoting + self.promoting.seconds(lower))
-        return seconds + self.copying.seconds(copied(depth))
+            seconds = self.promoting.seconds(lower)
+            own = queues.promoting.wait_seconds(seconds) + seconds
+            others = queues.promoting.delay_seconds(seconds)
+        copying, copy = queues.copying, self.copying.seconds(copied(depth))
+        still_there = max(0.0, copying.seconds - own)
+        own += min(copying.wait_seconds(copy), still_there) + copy
+        others += min(copying.delay_seconds(copy), still_there)
+        return own, others
 
 
 def copied(block_count: int) -> Counts:

@@ -96,6 +96,17 @@ class RemoteEngineContract(ABC):
 
         self.run(play, count=2)
 
+    def test_a_block_scribbled_over_since_its_checksum_is_found_by_nobody(self) -> None:
+        async def play(one: RemoteEngine, other: RemoteEngine) -> None:
+            writer = RemoteRig(one)
+            blocks = [writer.views_of(number) for number in range(50, 53)]
+            blocks[1].shards[1][7] ^= 1
+            endings = await writer.blocks.put(blocks, timeout_seconds=SECONDS)
+            assert endings == [DONE, FrameFault.CHECKSUM, DONE]
+            assert await RemoteRig(other).get(range(50, 53)) == [DONE, ABSENT, DONE]
+
+        self.run(play, count=2)
+
     def test_what_was_put_is_got_by_another_client(self) -> None:
         async def play(one: RemoteEngine, other: RemoteEngine) -> None:
             values = [(key_of(n), [value_of(n, 5000 * n + 1)]) for n in range(8)]

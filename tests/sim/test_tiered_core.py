@@ -187,10 +187,16 @@ def test_no_event_begins_more_than_a_slice(loaded: LoadSimulation) -> None:
 def test_blocks_come_back_after_the_daemon_was_killed(loaded: LoadSimulation) -> None:
     """Last: nothing of the daemon above is left afterwards."""
     stood_count, back_count = loaded.crash()
-    assert stood_count > 100
-    # The last write of the table may be torn: what has moved to another page since is lost then.
-    assert back_count >= 0.9 * stood_count
     loaded.world.check([])
+    # What has moved since the table was written last is lost with the process. That is at most half
+    # of a segment: much of a pool of 48, so several daemons are killed.
+    for seed in range(2, 5):
+        other = LoadSimulation(seed, seconds=LOAD_SECONDS)
+        other.play()
+        counts = other.crash()
+        stood_count, back_count = stood_count + counts[0], back_count + counts[1]
+    assert stood_count > 1000
+    assert back_count >= 0.95 * stood_count
 
 
 @pytest.mark.slow

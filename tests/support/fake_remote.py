@@ -56,15 +56,15 @@ class FakeRemote:
         deadline = self._begin(timeout_seconds)
         outcomes: list[RemoteOutcome] = []
         for key, value in values:
-            if isinstance(value, InPlace) and not value.is_right():
-                outcomes.append(RemoteOutcome.ABSENT)
-                continue
             count_bytes = sum(part.nbytes for part in value)
             outcome = await self._trouble(key, deadline, count_bytes)
             if outcome is None and shelf.used_bytes + count_bytes > shelf.capacity_bytes:
                 outcome = RemoteOutcome.FULL
             if outcome is None:
                 shelf.values[key] = b"".join(part.tobytes() for part in value)
+                if isinstance(value, InPlace) and not value.is_right():
+                    del shelf.values[key]
+                    outcome = RemoteOutcome.ABSENT
             outcomes.append(outcome or RemoteOutcome.DONE)
         return outcomes
 

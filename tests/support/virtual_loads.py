@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvtier.policy.link import Link, Load
@@ -40,8 +40,16 @@ class VirtualLink:
             return 0.0
         return self._latency + block_count * BLOCK_BYTES / self.bytes_per_second
 
-    def queue_seconds(self, now: float) -> float:
-        return max(0.0, self._free_at - now)
+    def wait(self, block_count: int, later: Sequence[float], after: float = 0.0) -> float:
+        """How much longer than by itself a load takes that comes in so many seconds, if nothing
+        else comes but what takes `later`, before it."""
+        if not self._shared:
+            queue = max(0.0, self._free_at - self._node.now)
+            return max(0.0, queue + sum(later) - after)
+        self._go_on()
+        left = [end - self._had for end, _, _ in self._under_way] + list(later)
+        own = self.seconds(block_count)
+        return min(sum(min(own, one) for one in left), max(0.0, sum(left) - after))
 
     def carry(self, block_count: int, done: Callable[[], None]) -> None:
         now, seconds = self._node.now, self.seconds(block_count)
@@ -143,7 +151,7 @@ class VirtualNode:
         def on_promoted(load: Load | None) -> None:
             if load is not None:
                 rule.promoting.end(load, lower, self.now)
-            copy = rule.copying.begin(copied(depth), self.now)
+            copy = rule.begin_copy(name, depth, self.now)
             del self._copies_owed[name]
             self.copies.carry(depth, lambda: on_copied(copy))
 
@@ -159,10 +167,9 @@ class VirtualNode:
 
     def _whole_seconds(self, memory_count: int, lower_count: int) -> float:
         """What it takes to load it all now, by the true speeds."""
-        count, now = memory_count + lower_count, self.now
-        lower = self.tier.queue_seconds(now) + self.tier.seconds(lower_count)
-        copies = self.copies.queue_seconds(now) + sum(self._copies_owed.values())
-        return max(lower, copies) + self.copies.seconds(count)
+        count, owed = memory_count + lower_count, list(self._copies_owed.values())
+        lower = self.tier.wait(lower_count, ()) + self.tier.seconds(lower_count)
+        return lower + self.copies.wait(count, owed, lower) + self.copies.seconds(count)
 
     def _count(self, name: str, depth: int, all_count: int, seconds: float, whole: float) -> None:
         """The simulator's own count of what it took, and of what it regrets."""

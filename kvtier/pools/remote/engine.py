@@ -127,8 +127,8 @@ class RemoteEngine(Protocol):
     ) -> list[RemoteOutcome]:
         """Keep these values; one that is there already is replaced or left, as the engine likes.
 
-        With `reads_in_place` one may be an `InPlace` of framing.py: ask it `is_right` before it is
-        read; ABSENT when it is not, and nothing is sent of it.
+        With `reads_in_place` one may be an `InPlace` of framing.py: ask it `is_right` when it was
+        read; delete it when it is not, which is ABSENT then.
         """
         ...
 

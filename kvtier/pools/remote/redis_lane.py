@@ -80,16 +80,15 @@ class RedisLane:
     def put(
         self, values: Sequence[tuple[RemoteKey, Value]], more: Sequence[bytes], *, deadline: float
     ) -> list[RemoteOutcome]:
-        """ABSENT of a value in place that is not right any more: it is not sent."""
+        """ABSENT of a value in place that was not right any more: it is deleted again.
+
+        They are summed when all is sent, while the server still takes in what was sent last.
+        """
         self._deadline = deadline
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in more)
-        is_sent = []
         parts: list[bytes | memoryview] = []
         waiting_bytes = 0
         for key, value in values:
-            is_sent.append(not isinstance(value, InPlace) or value.is_right())
-            if not is_sent[-1]:
-                continue
             name, length = key.encode(), bytes_of(value)
             head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (3 + len(more), len(name), name)
             parts += [head + b"$%d\r\n" % length, *(part.data for part in value), end]
@@ -98,7 +97,21 @@ class RedisLane:
                 self._send(*parts)
                 parts, waiting_bytes = [], 0
         self._send(*parts)
-        return [self._read_outcome() if one else RemoteOutcome.ABSENT for one in is_sent]
+        wrong = [isinstance(value, InPlace) and not value.is_right() for _, value in values]
+        outcomes = [self._read_outcome() for _ in values]
+        self._delete([key for (key, _), is_wrong in zip(values, wrong, strict=True) if is_wrong])
+        return [
+            RemoteOutcome.ABSENT if is_wrong else outcome
+            for is_wrong, outcome in zip(wrong, outcomes, strict=True)
+        ]
+
+    def _delete(self, keys: Sequence[RemoteKey]) -> None:
+        names = [key.encode() for key in keys]
+        self._send(
+            b"".join(b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n%b\r\n" % (len(one), one) for one in names)
+        )
+        for _ in names:
+            self._read_line()
 
     def _read_outcome(self) -> RemoteOutcome:
         line = self._read_line()

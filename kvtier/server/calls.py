@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from prometheus_client import Gauge
 
-from kvtier.errors import BadRequest, KVTierError
+from kvtier.errors import BadRequest, KVTierError, LimitExceeded
 from kvtier.lane import LANE_CALLS, pack
 from kvtier.metrics.labels import OUTCOMES
 from kvtier.server import logs
@@ -57,7 +57,7 @@ Streaming = Callable[..., Awaitable[None]]
 class _Malformed:
     """Stands for a request whose bytes are no message of its class, or too many."""
 
-    reason: str
+    error: KVTierError
 
 
 class _Service(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # No generic at run time.
@@ -227,7 +227,7 @@ class Calls:
         self, request: Message | _Malformed, access: Access, origin: Peer, now: float
     ) -> Caller | None:
         if isinstance(request, _Malformed):
-            raise BadRequest(request.reason)
+            raise request.error
         self.limits.check_room(origin.tenant)
         if access.form is None:
             check_rights(origin, access)
@@ -297,7 +297,7 @@ def _once(handler: Streaming) -> Unary:
 async def _checked(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
     async for request in requests:
         if isinstance(request, _Malformed):
-            raise BadRequest(request.reason)
+            raise request.error
         yield request
 
 
@@ -307,11 +307,12 @@ def _decoder(kind: type[M]) -> Callable[[bytes], M | _Malformed]:
 
     def decode(data: bytes) -> M | _Malformed:
         if len(data) > MESSAGE_BYTES_MAX:
-            return _Malformed(f"a message of {len(data)} bytes: send {MESSAGE_BYTES_MAX} at most")
+            text = f"a message of {len(data)} bytes: send {MESSAGE_BYTES_MAX} at most"
+            return _Malformed(LimitExceeded(text))
         try:
             return parse(data)
         except DecodeError:
-            return _Malformed(_NO_MESSAGE)
+            return _Malformed(BadRequest(_NO_MESSAGE))
 
     return decode
 

@@ -25,7 +25,7 @@ HASHES = chain(4, seed=3)
 BYTE = 6
 FRAME_ERRORS = 'kvtier_frame_errors_total{error="BadFrame"}'
 UNREAD = "kvtier_grpc_unread_calls_count"
-TOO_LARGE = 'kvtier_calls_total{method="Match",outcome="BadRequest"}'
+TOO_LARGE = 'kvtier_calls_total{method="Match",outcome="LimitExceeded"}'
 UNKNOWN = 'kvtier_calls_total{method="Match",outcome="UnknownNamespace"}'
 RATED = 'kvtier_tenant_refused_calls_total{tenant="rated"}'
 
@@ -148,7 +148,7 @@ def oversized_call(scene: Scene) -> None:
 
 
 def oversized_message(scene: Scene) -> None:
-    assert code_of_message(scene, MESSAGE_BYTES_MAX) is grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of_message(scene, MESSAGE_BYTES_MAX) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def message_beyond_grpc(scene: Scene) -> None:

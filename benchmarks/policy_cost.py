@@ -22,6 +22,7 @@ from kvtier.core.engines import DAEMON_SESSION
 from kvtier.core.manager import BlockManager
 from kvtier.core.settings import ManagerConfig
 from kvtier.server.policies import policy_named
+from kvtier.sim.replay import APART_SECONDS
 from kvtier.sim.traces import TracedRequest
 from kvtier.types import NamespaceId, PackedHashes, SlabId
 
@@ -113,8 +114,12 @@ def main() -> None:
     slots = int(unique * parts * asked.percent / 100)
     cores = {name: Core(name, slots, asked.block_tokens) for name in ("lru", "curves")}
     print(f"load {os.getloadavg()[0]:.1f}; {len(requests)} requests, a pool of {slots} blocks")
+    now = -np.inf
     for start in range(0, len(requests), _TURN_REQUESTS):
-        turn = [(one.at, packed(one, parts)) for one in requests[start : start + _TURN_REQUESTS]]
+        turn = []
+        for one in requests[start : start + _TURN_REQUESTS]:
+            now = max(one.at, now + APART_SECONDS)
+            turn.append((now, packed(one, parts)))
         for core in cores.values():
             for at, hashes in turn:
                 core.serve(hashes, at)

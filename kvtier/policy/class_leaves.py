@@ -15,16 +15,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.policy.eviction import ChainOf, Evictable, MayEvict, Victims
+from kvtier.policy.eviction import ChainOf, Evictable, MayEvict, Rows, Victims
 
 Entry = tuple[float, int]  # Time of use, row; both negative in the heap of the youngest.
 Offer = tuple[float, float, int, int]  # What it is worth, time of use, row, class.
 Times = npt.NDArray[np.float64]
+AnyRows = Rows | npt.NDArray[np.intp]
 
 OLDEST, YOUNGEST = 0, 1
 NOBODY, NOBODY_AT = -1, np.inf  # Where there is no candidate.
 _ENTRIES_MIN = 64
-_PIECE_MIN = 8  # Blocks of a chain that are looked at at once, at first.
+_FEW = 16  # Blocks of a chain are looked at one by one.
 
 
 class Worth(Protocol):
@@ -32,8 +33,8 @@ class Worth(Protocol):
 
     def of(self, kind: int, used_at: float) -> float: ...
 
-    def of_all(self, used_at: list[list[float]]) -> list[list[float]]:
-        """By class, of its two candidates."""
+    def of_all(self, used_at: Times) -> Times:
+        """Of the candidates of all classes, two of each, one class after the other."""
         ...
 
 
@@ -49,9 +50,9 @@ class Leaves:
         self._is_leaf = np.zeros(0, np.bool_)
         self._heaps: list[tuple[list[Entry], list[Entry]]] = []  # By class.
         self._entries_max: list[int] = []  # Beyond it most of them may count no more.
-        # The candidates of each class.
-        self._at: list[list[float]] = []
-        self._rows: list[list[int]] = []
+        # The candidates, two of each class, one class after the other.
+        self._at: list[float] = []
+        self._rows: list[int] = []
         self._changed: set[int] = set()  # Classes whose candidates may be others now.
         self._fresh: list[int] | None = None  # While nominating: new leaves without an entry.
         self._passed: set[int] = set()  # While nominating: those that are not offered again.
@@ -66,16 +67,14 @@ class Leaves:
             for column in (self.used_at, self.kind, self._is_leaf):
                 column.resize(new, refcheck=False)
 
-    def insert(
-        self, rows: npt.NDArray[np.intp], used_at: Times, kinds: npt.NDArray[np.int16]
-    ) -> None:
+    def insert(self, rows: AnyRows, used_at: Times | float, kinds: npt.NDArray[np.int16]) -> None:
         """New blocks, none of them a leaf before it is said."""
         self._is_leaf[rows] = False
         self.used_at[rows], self.kind[rows] = used_at, kinds
 
     def move(
         self,
-        rows: npt.NDArray[np.intp],
+        rows: AnyRows,
         used_at: float | Times,
         kinds: npt.NDArray[np.int16] | int,
     ) -> None:
@@ -88,7 +87,7 @@ class Leaves:
             self._push(row)
 
     def add(self, row: int) -> None:
-        if not self._is_leaf[row]:
+        if not self._is_leaf.item(row):
             self._is_leaf[row] = True
             if self._fresh is None:
                 self._push(row)
@@ -97,9 +96,9 @@ class Leaves:
 
     def remove(self, rows: Sequence[int]) -> None:
         for row in rows:
-            if self._is_leaf[row]:
+            if self._is_leaf.item(row):
                 self._is_leaf[row] = False
-                self._changed.add(int(self.kind[row]))
+                self._changed.add(self.kind.item(row))
 
     def entry_count(self) -> int:
         return sum(len(old) + len(young) for old, young in self._heaps)
@@ -109,31 +108,28 @@ class Leaves:
     def nominate(self, count: int, may_evict: MayEvict, chain_of: ChainOf, worth: Worth) -> Victims:
         """As `EvictionPolicy.nominate`; the least by (worth, time of use, row) goes first."""
         self._fresh = []
-        piece = _PIECE_MIN
         try:
             self._look_again()
             heap = self._offers(worth)
             while heap and count > 0:
                 offer = heapq.heappop(heap)
                 _, used_at, row, kind = offer
-                if used_at not in self._at[kind] or row not in self._rows[kind]:
+                place = 2 * kind
+                if (
+                    used_at not in self._at[place : place + 2]
+                    or row not in self._rows[place : place + 2]
+                ):
                     continue  # Another block of its class has taken its place since.
+                while heap and heap[0] == offer:
+                    heapq.heappop(heap)  # The oldest leaf may be the youngest too.
                 verdict = may_evict(row)
                 if verdict is Evictable.INNER:
                     self._is_leaf[row] = False
                 else:
                     self._passed.add(row)
                 if verdict is Evictable.YES:
-                    asked_count = min(count, piece)
-                    chain = chain_of(row, asked_count)
-                    if len(chain) > 1:
-                        self._is_leaf[row] = False  # As it is going to be, to see who comes then.
-                        self._changed.add(kind)
-                        self._offer_changed(heap, worth)
-                        chain = self._alike(chain, offer, heap)
+                    chain = self._alike(chain_of(row, count), self._rival(offer, heap))
                     count -= len(chain)
-                    # What is cut off again was walked for nothing.
-                    piece = 2 * piece if len(chain) == asked_count else _PIECE_MIN
                     yield chain
                 self._push_fresh()
                 self._changed.add(kind)
@@ -147,36 +143,61 @@ class Leaves:
             self._put_off.clear()
             self._passed.clear()
 
-    def _alike(self, chain: Sequence[int], offer: Offer, heap: list[Offer]) -> Sequence[int]:
+    def _alike(self, chain: Sequence[int], rival: int | None) -> Sequence[int]:
         """How much of the chain goes before every other candidate: what has the time and the class
-        of its last block, and so is worth as little."""
-        its_worth, used_at, _, kind = offer
-        for place, row in enumerate(chain):
-            if place and (
-                self.used_at.item(row) != used_at
-                or self.kind.item(row) != kind
-                or self._is_leaf.item(row)
-                or (heap and heap[0] < (its_worth, used_at, row))
-            ):
-                return chain[:place]
-        return chain
+        of its last block. It is worth as little, and the oldest or youngest of its class as that
+        one was. After `rival` nothing else goes."""
+        used_at, kind = self.used_at.item(chain[0]), self.kind.item(chain[0])
+        if len(chain) < _FEW or rival is not None:
+            for place, row in enumerate(chain):
+                is_alike = self.used_at.item(row) == used_at and self.kind.item(row) == kind
+                if place and (not is_alike or (rival is not None and row > rival)):
+                    return chain[:place]
+            return chain
+        rows = np.array(chain)
+        unlike = self.used_at[rows] != used_at
+        unlike |= self.kind[rows] != kind
+        first = int(unlike.argmax())
+        return chain[:first] if unlike[first] else chain
+
+    def _rival(self, offer: Offer, heap: list[Offer]) -> int | None:
+        """Of the other leaves of this time that are worth as little the first one; of equal ones
+        the lowest row goes first. -1 where that is not so simple."""
+        _, used_at, row, kind = offer
+        is_oldest = self._rows[2 * kind + OLDEST] == row
+        rows = self._same_time(kind, OLDEST if is_oldest else YOUNGEST, used_at)
+        if rows and not is_oldest:
+            return -1  # The youngest of a class is the highest row.
+        if heap and heap[0][:2] == offer[:2]:
+            rows.append(heap[0][2])
+        return min(rows, default=None)
+
+    def _same_time(self, kind: int, which: int, used_at: float) -> list[int]:
+        """Other leaves of the candidate's time; of many some, with the one that goes first."""
+        entries, sign = self._heaps[kind][which], -1 if which == YOUNGEST else 1
+        found, places = [], [1, 2]  # Behind the candidate's own.
+        for place in places:
+            if place < len(entries) and entries[place][0] == sign * used_at:
+                row = sign * entries[place][1]
+                if row != sign * entries[0][1] and self._counts(used_at, row, kind):
+                    found.append(row)
+                else:
+                    places += [2 * place + 1, 2 * place + 2]
+        return found
 
     def _offers(self, worth: Worth) -> list[Offer]:
-        """Of all candidates, as a heap."""
-        found = [
-            (value, used_at, row, kind)
-            for kind, (values, times, rows) in enumerate(
-                zip(worth.of_all(self._at), self._at, self._rows, strict=True)
-            )
-            for value, used_at, row in zip(values, times, rows, strict=True)
-            if row != NOBODY
-        ]
-        heapq.heapify(found)
-        return found
+        """Of all candidates, as a heap: in order."""
+        at, rows = np.array(self._at), np.array(self._rows)
+        values = worth.of_all(at)
+        order = np.lexsort((rows, at, values))
+        order = order[rows[order] != NOBODY]
+        found = (values[order], at[order], rows[order], order >> 1)
+        return list(zip(*(column.tolist() for column in found), strict=True))
 
     def _offer_changed(self, heap: list[Offer], worth: Worth) -> None:
         for kind in self._look_again():
-            for used_at, row in zip(self._at[kind], self._rows[kind], strict=True):
+            for place in (2 * kind, 2 * kind + 1):
+                used_at, row = self._at[place], self._rows[place]
                 if row != NOBODY:
                     heapq.heappush(heap, (worth.of(kind, used_at), used_at, row, kind))
 
@@ -187,7 +208,8 @@ class Leaves:
         for kind in changed:
             self._make_class(kind)
             for which in (OLDEST, YOUNGEST) if self._youngest else (OLDEST,):
-                self._at[kind][which], self._rows[kind][which] = self._candidate(kind, which)
+                place = 2 * kind + which
+                self._at[place], self._rows[place] = self._candidate(kind, which)
         return changed
 
     def _candidate(self, kind: int, which: int) -> Entry:
@@ -203,7 +225,8 @@ class Leaves:
         return NOBODY_AT, NOBODY
 
     def _counts(self, used_at: float, row: int, kind: int) -> bool:
-        return bool(self._is_leaf[row] and self.used_at[row] == used_at and self.kind[row] == kind)
+        is_leaf: bool = self._is_leaf.item(row)
+        return is_leaf and self.used_at.item(row) == used_at and self.kind.item(row) == kind
 
     # ---------------------------------------------------------------------------------- helpers
 
@@ -214,7 +237,7 @@ class Leaves:
             self._fresh.clear()
 
     def _push(self, row: int) -> None:
-        kind, used_at = int(self.kind[row]), float(self.used_at[row])
+        kind, used_at = self.kind.item(row), self.used_at.item(row)
         self._make_class(kind)
         old, young = self._heaps[kind]
         heapq.heappush(old, (used_at, row))
@@ -236,5 +259,5 @@ class Leaves:
         while len(self._heaps) <= kind:
             self._heaps.append(([], []))
             self._entries_max.append(_ENTRIES_MIN)
-            self._rows.append([NOBODY, NOBODY])
-            self._at.append([NOBODY_AT, NOBODY_AT])
+            self._rows += [NOBODY, NOBODY]
+            self._at += [NOBODY_AT, NOBODY_AT]

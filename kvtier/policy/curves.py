@@ -33,7 +33,7 @@ from kvtier.policy.eviction import (
 from kvtier.policy.guard import AgeAlone, Guard
 from kvtier.policy.reuse_classes import ENDED, SHARED_LOG2_MAX, UNKNOWN, ClassTable, Request
 from kvtier.policy.reuse_curves import BIN_COUNT, Floats, survivals_at
-from kvtier.policy.reuse_history import Places, ReuseHistory
+from kvtier.policy.reuse_history import Mask, Places, ReuseHistory
 from kvtier.policy.worth_table import WorthTable
 
 REFIT_SECONDS, REFIT_LATER_SECONDS = 30.0, 120.0
@@ -70,19 +70,16 @@ class CurvesPolicy:
 
     def on_request(self, rows: Rows, absent: Keys, now: float, tenant: int = 0) -> None:
         now = self._note_time(now)
-        here = rows.astype(np.intp)
-        keys = np.concatenate([self._keys[here], absent])
+        keys = np.concatenate([self._keys[rows], absent]) if len(rows) else absent
         if not len(keys):
             return
         history = self._history
         places, known = history.find(keys)
-        first = int(known.argmin())
-        is_known = bool(known[first])  # All of it.
-        request = self._request(places, len(keys) if is_known else first, now, tenant)
-        old = places if is_known else places[known]
-        self._reused.note(now - history.used_at[old], history.kind[old])
-        if not is_known:
-            fresh = ~known
+        old, fresh, known_count = _parted(known)
+        request = self._request(places, known_count, now, tenant)
+        seen = places[old]
+        self._reused.note(now - history.used_at[seen], history.kind[seen])
+        if len(seen) < len(keys):
             places[fresh] = self._claim(keys[fresh], places[fresh], now)
         uses = history.uses[places]
         uses += uses < _USES_MAX
@@ -90,12 +87,11 @@ class CurvesPolicy:
         history.used_at[places], history.kind[places] = now, kinds
         history.uses[places] = uses
         history.end_turn[places[-2:]] = request.turn
-        self._leaves.move(here, now, kinds if isinstance(kinds, int) else kinds[: len(here)])
+        if len(rows):
+            self._leaves.move(rows, now, kinds if isinstance(kinds, int) else kinds[: len(rows)])
         if self._guard is not None:
-            own = uses <= request.turn + 1
-            own_first = int(own.argmax()) if own[-1] else len(own) - 1
             self._worth.now = now
-            self._guard.on_request(keys, own_first, now, kinds)
+            self._guard.on_request(keys, _own_first(uses, request.turn + 1), now, kinds)
 
     def on_insert(self, rows: Rows, now: float) -> None:
         if not len(rows):
@@ -107,10 +103,9 @@ class CurvesPolicy:
         if not known.all():
             fresh = ~known
             places[fresh] = self._inherit(rows, keys[fresh], places[fresh], now)
-        mine = rows.astype(np.intp)
-        self._keys[mine] = keys
-        self._resident_count += len(mine)
-        self._leaves.insert(mine, self._history.used_at[places], self._history.kind[places])
+        self._keys[rows] = keys
+        self._resident_count += len(rows)
+        self._leaves.insert(rows, self._history.used_at[places], self._history.kind[places])
 
     def on_touch(self, rows: Rows, now: float) -> None:
         if len(rows):
@@ -235,9 +230,9 @@ class CurvesPolicy:
     def _kinds(self, request: Request, uses: npt.NDArray[np.uint16]) -> npt.NDArray[np.int16] | int:
         """One class for all, unless some of the blocks are shared."""
         kind = self._classes.of_request(request)
-        if int(uses[0]) <= request.turn + 1:  # Along a chain the uses fall.
+        if uses.item(0) <= request.turn + 1:  # Along a chain the uses fall.
             return kind
-        shared = self._classes.of_shared(request.tenant, int(uses[0]))
+        shared = self._classes.of_shared(request.tenant, uses.item(0))
         return np.where(uses > request.turn + 1, shared[_LOG2[uses]], np.int16(kind))
 
     def _inherit(self, rows: Rows, keys: Keys, places: Places, now: float) -> Places:
@@ -260,3 +255,20 @@ class CurvesPolicy:
         old = len(self._keys)
         if count > old:
             self._keys.resize(max(count, old + old // 8, 1024), refcheck=False)
+
+
+def _parted(known: Mask) -> tuple[slice | Mask, slice | Mask, int]:
+    """(what is known, what is not, how many lead that are known). As a rule all of these lead."""
+    known_count = int(np.count_nonzero(known))
+    first = known_count if known_count == len(known) else int(known.argmin())
+    if first == known_count:
+        return slice(first), slice(first, None), first
+    return known, ~known, first
+
+
+def _own_first(uses: npt.NDArray[np.uint16], uses_max: int) -> int:
+    """The first block that was not used by more requests than the conversation has had; the last
+    one if that is not either."""
+    if uses.item(-1) > uses_max:
+        return len(uses) - 1
+    return 0 if uses.item(0) <= uses_max else int((uses <= uses_max).argmax())

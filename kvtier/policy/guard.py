@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.policy.class_leaves import Leaves, Worth
+from kvtier.policy.class_leaves import Leaves, Times, Worth
 from kvtier.policy.eviction import Evictable, EvictionOrder, Keys, only_children
 from kvtier.policy.reuse_classes import ENDED
 
@@ -37,8 +37,10 @@ class AgeAlone:
     def of(self, kind: int, used_at: float) -> float:
         return -1.0 if kind == ENDED else 0.0
 
-    def of_all(self, used_at: list[list[float]]) -> list[list[float]]:
-        return [[self.of(kind, 0.0)] * 2 for kind in range(len(used_at))]
+    def of_all(self, used_at: Times) -> Times:
+        found = np.zeros(len(used_at))
+        found[2 * ENDED : 2 * ENDED + 2] = -1.0
+        return found
 
 
 class ShadowCache:

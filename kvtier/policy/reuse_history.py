@@ -22,6 +22,8 @@ WAYS = 8
 
 # Keys of a trace are small numbers, which would crowd; and the key of an empty entry is 0.
 _MIX, _SALT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x5851F42D4C957F2D)
+# Eight comparisons with a set, as one word, times this: the highest byte is the way that was equal.
+_WAY_OF_WORD, _TOP_BYTE = np.uint64(0x0001020304050607), np.uint64(56)
 # Looking at an entry to see that it is empty costs an eighth of copying it.
 _LOOKED_PER_SAMPLED = 8
 
@@ -57,10 +59,13 @@ class ReuseHistory:
     def find(self, keys: Keys) -> tuple[Places, Mask]:
         """Where each is, and whether it is there at all."""
         keys = keys ^ _SALT
-        sets = ((keys * _MIX) >> self._shift).astype(np.intp)
-        ways = (self._keys_by_set[sets] == keys[:, None]).argmax(axis=1)
-        places: Places = sets * WAYS + ways
-        return places, self._keys[places] == keys
+        sets = ((keys * _MIX) >> self._shift).view(np.int64)
+        same = self._keys_by_set.take(sets, axis=0) == keys[:, None]
+        # A word of a set has one byte that is 1, or none: argmax along so short an axis is slow.
+        words = same.view(np.uint64)[:, 0]
+        sets *= WAYS
+        sets += (words * _WAY_OF_WORD >> _TOP_BYTE).view(np.int64)
+        return sets, words.astype(np.bool_)
 
     def claim(self, keys: Keys, places: Places, now: float) -> tuple[Places, Waits | None]:
         """Entries for blocks that have none, each named once, used now; and what was forgotten.

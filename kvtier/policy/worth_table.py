@@ -40,10 +40,11 @@ class WorthTable:
         self._make_classes(kind + 1)
         return float(self._by_step[kind, bisect_right(_STEP_EDGES_LIST, self.now - used_at)])
 
-    def of_all(self, used_at: list[list[float]]) -> list[list[float]]:
-        self._make_classes(len(used_at))
-        steps = _STEP_EDGES.searchsorted(self.now - np.array(used_at), side="right")
-        found: list[list[float]] = self._by_step[np.arange(len(used_at))[:, None], steps].tolist()
+    def of_all(self, used_at: Floats) -> Floats:
+        self._make_classes(len(used_at) // 2)
+        steps = _STEP_EDGES.searchsorted(self.now - used_at, side="right")
+        kinds = np.arange(len(used_at)) >> 1
+        found: Floats = self._by_step[kinds, steps]
         return found
 
     def _make_classes(self, count: int) -> None:

@@ -167,6 +167,11 @@ EVENTS: dict[str, LogEvent] = {
     "remote.engine is off: the other options of [remote] have no effect": LogEvent(
         "warning", "", ("options",)
     ),
+    "remote breaker changed": LogEvent(
+        "warning",
+        "to open: the engine is left alone for `open_seconds`; otherwise info",
+        ("engine", "side", "before", "after", "reason", "open_seconds"),
+    ),
     "remote engine is told nothing of our end": LogEvent(
         "warning", "it did not answer", ("engine",)
     ),

@@ -20,8 +20,8 @@ class Youngest:
     def of(self, kind: int, used_at: float) -> float:
         return -used_at
 
-    def of_all(self, used_at: list[list[float]]) -> list[list[float]]:
-        return [[-at for at in its] for its in used_at]
+    def of_all(self, used_at: np.ndarray) -> np.ndarray:
+        return -used_at
 
 
 def chain(number: int) -> np.ndarray:

@@ -45,6 +45,15 @@ def test_full_table_forgets_what_was_used_longest_ago() -> None:
     assert table.count == WAYS
 
 
+def test_each_of_a_full_set_is_found_where_it_is() -> None:
+    table = ReuseHistory(WAYS)
+    keys = keys_of(*range(WAYS))
+    remember(table, keys, 1.0)
+    places, known = table.find(keys_of(*range(WAYS), WAYS))
+    assert sorted(places[:WAYS].tolist()) == list(range(WAYS))
+    assert known.tolist() == [True] * WAYS + [False]
+
+
 def test_more_at_once_than_a_set_holds_are_cut_off() -> None:
     table = ReuseHistory(WAYS)
     keys = keys_of(*range(3 * WAYS))

@@ -58,7 +58,7 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/kvtier bench nvme --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/nvme.json
 	$(BIN)/kvtier bench recovery --slots 1000000 --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/recovery.json
 	$(BIN)/kvtier bench restart --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/restart.json
-	$(BIN)/kvtier bench tiers --path . --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/tiers.json
+	$(BIN)/kvtier bench tiers --path . --rounds 61 --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/tiers.json
 	$(BIN)/python -m benchmarks.engine_prefill > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/engine_prefill.json
 	$(BIN)/python -m benchmarks.document
 

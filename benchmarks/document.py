@@ -363,12 +363,12 @@ kvtier bench policy --json
 kvtier bench nvme --json
 kvtier bench recovery --slots 1000000 --json
 kvtier bench restart --json
-kvtier bench tiers --path DIR --json
+kvtier bench tiers --path DIR --rounds 61 --json
 ```
 
-`make bench` runs all of them (fio is Debian's; without it there are no ratios) and the engine's, writes benchmarks/results and this document. Each starts a
-private daemon in a temporary directory and removes both afterwards, also after ctrl-C or SIGTERM;
-`--socket PATH` measures a running daemon instead. Progress goes to standard error. The exit code is 0, 1
+`make bench` runs all of them (fio is Debian's; without it there are no ratios) and the engine's, writes benchmarks/results and this document. The first
+four start a private daemon, unless `--socket PATH` names a running one, `restart` has one that it kills, the others need
+none; what they made is removed afterwards, also after ctrl-C or SIGTERM. Progress goes to standard error. The exit code is 0, 1
 when an answer, a byte or an invariant was wrong (with `--strict` also when a target was missed), 2 for a
 mistake in the arguments, 3 when no daemon answers.
 """

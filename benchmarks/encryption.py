@@ -8,6 +8,7 @@ each round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -29,7 +30,9 @@ ROUNDS = 9
 
 
 def main() -> int:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, default=tempfile.gettempdir())
+    root = parser.parse_args().directory
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as folder:
         plain = _bench(Path(folder) / "plain", None)
         sealed = _bench(Path(folder) / "sealed", partial(Sealer, [new_key([])]))

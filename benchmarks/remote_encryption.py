@@ -8,6 +8,7 @@ process a block of 2 MiB, medians, and the ratio of sealed to plain in each roun
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -34,7 +35,9 @@ CAPACITY_BYTES = 16 << 30
 
 
 def main() -> int:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, default=tempfile.gettempdir())
+    root = parser.parse_args().directory
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=root) as folder:
         share = Path(folder) / "share"

@@ -46,7 +46,8 @@ class CertificateNames:
 class GrpcConfig:
     """gRPC, and who may call it from other machines: only who has a certificate. A certificate is
     named by a whole DNS name or URI of its subjectAltName, or by the SHA-256 of itself; the lists
-    here are of the owner of `server.socket`, those of other tenants stand in theirs."""
+    here are of the owner of `server.socket`, those of other tenants stand in theirs. Upon SIGHUP
+    all are read again: who is taken off one is refused, and its connections end."""
 
     tcp: str = option(
         OFF,

@@ -78,7 +78,8 @@ class TenantConfig:
     admins: tuple[int, ...] = option(
         (),
         Ids("user"),
-        "Users who may connect, and may do everything within the tenant: Evict, Pin and Clear too.",
+        "Users who may connect, and may do everything within the tenant: Evict, Pin, Clear and "
+        "Purge too.",
     )
     certificates: tuple[str, ...] = option(
         (),

@@ -197,7 +197,7 @@ _METHOD = """\
   blocks.
 - *Restart.* kill -9 of the daemon (of Mooncake's client daemon; its master lives on), started
   again at once, asked again until all 32 blocks are back; 20 s at most. Memory is lost in all
-  of them here: kvtier keeps it under systemd only.
+  of them here: kvtier keeps it under systemd or with `kvtier hold` only.
 - *Start, memory, idle.* Before any block is there; Mooncake: master and client daemon together.
   In the engine: the master alone, as the rest is the engine's process.
 - *Threads.* LMCache: one for torch and OpenMP, its server's pools at their default; the others

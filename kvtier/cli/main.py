@@ -43,7 +43,7 @@ COMMANDS = {
     "match": Command("kvtier.cli.match", "say how much of a file is resident"),
     "list": Command("kvtier.cli.list_blocks", "list the resident blocks, each with its tiers"),
     "format": Command("kvtier.cli.format", "make an NVMe pool of files or devices"),
-    "key": Command("kvtier.cli.key", "make a key that the NVMe tier is encrypted with"),
+    "key": Command("kvtier.cli.key", "make a key for the NVMe or the remote tier"),
     "fsck": Command("kvtier.cli.fsck", "verify every block of an NVMe pool that is not in use"),
     "probe": Command("kvtier.cli.probe", "say what this machine has, and propose a configuration"),
     "size": Command("kvtier.cli.size", "say how much KV a model has and what a tier holds of it"),

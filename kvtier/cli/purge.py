@@ -12,7 +12,7 @@ import json
 import time
 from typing import Any
 
-from kvtier.cli.connect import add_socket_argument, connected
+from kvtier.cli.connect import add_socket_argument, connected, tool_settings
 from kvtier.cli.output import add_json_argument, bytes_text, print_json, say, table
 from kvtier.client.client import Client
 from kvtier.errors import BadRequest
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
-    with connected(arguments.socket, name="kvtier purge") as client:
+    with connected(
+        arguments.socket, name="kvtier purge", settings=tool_settings(arguments)
+    ) as client:
         answer = client.purge(request)
         say(f"purge {answer.purge} is {answer.state}")
         if arguments.no_wait:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+from functools import partial
 from pathlib import Path
 
 from kvtier import config
@@ -47,11 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loaded = config.load(arguments.config, _overrides(arguments))
+    read = partial(config.load, arguments.config, _overrides(arguments))
+    loaded = read()
     from kvtier.server.app import serve  # Late: a mistake in the options is told at once.
 
     faulthandler.enable()  # A crash below Python leaves its stacks in the log.
-    return serve(loaded)
+    return serve(loaded, read_again=None if arguments.config is None else read)
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:

@@ -8,6 +8,12 @@ chain goes head first: a block whose parent has no copy brings its parents along
 segment that is about to be reused go again, once, if they were used since they were written
 (`retiring.py`).
 
+No block is worth the segment that its parent lies in: another is reused for it, and where there is
+none the rest of the chain is given up. So is a block that loses its copy with a segment. They, and
+who needs them, go down when they, or one that follows them, are asked for again. Otherwise chains
+longer than what their tenants may fill would go round for ever: the end brings the beginning along,
+for which the segment with the end is reused.
+
 Invariant: a block is under way at most once; its place is pinned and its new slot reserved until
 Demoted comes.
 """
@@ -81,7 +87,6 @@ class Demotions:
         self._admitted: _Waiting = {}
         self._spare: _Waiting = {}
         self._under_way: dict[int, _UnderWay] = {}  # By the slot below.
-        self._sequence = 0
         self.under_way_bytes = 0
         self.written_bytes = 0
         self.demoted_count = 0
@@ -128,11 +133,13 @@ class Demotions:
             absent = self._lower.columns(residency.index).slot[rows] == NOBODY
             twice = rows[(residency.index.uses[rows] >= 2) & absent]
             if len(twice):
+                self._renew(residency, twice)
                 self._ask(self._admitted, RowFlag.ADMITTED, residency, twice)
 
     def note_summed(self, residency: Residency, rows: Rows) -> None:
         """These blocks, in chain order, have a checksum now."""
-        if self._lower.is_writable:
+        if self._lower.is_writable and len(rows):
+            self._renew(residency, rows)
             twice = residency.index.uses[rows] >= 2
             self._ask(self._admitted, RowFlag.ADMITTED, residency, rows[twice])
             if self._takes_spare(residency.policy):
@@ -143,6 +150,15 @@ class Demotions:
         index = residency.index
         index.uses[rows] = np.maximum(index.uses[rows], 2)
         self.note_use(residency, rows)
+
+    def _renew(self, residency: Residency, rows: Rows) -> None:
+        """These are asked for: they, and those before the first of them, may go down once more."""
+        index, flags = residency.index, self._lower.columns(residency.index).flags
+        flags[rows] &= ~RowFlag.GIVEN_UP
+        at = int(index.parent[rows[0]])
+        while at != NOBODY and flags[at] & RowFlag.GIVEN_UP:  # Each was written once: it is paid.
+            flags[at] &= ~RowFlag.GIVEN_UP
+            at = int(index.parent[at])
 
     def _ask(
         self,
@@ -220,10 +236,24 @@ class Demotions:
             return True
         return self.budget.has_spare(tenant)
 
-    def make_room(self, tenant: str, now: float) -> None:
-        """The tenant needs a segment, and there is none to be bound."""
-        if self.retiring.may_begin:
-            self.retiring.begin(now, self._segments.to_retire(tenant, now))
+    def make_room(self, tenant: str, now: float, *, kept: int = NOBODY) -> bool:
+        """The tenant needs a segment, and there is none to be bound: another than `kept` is given
+        up. False where it could only be that one."""
+        if not self.retiring.may_begin:
+            return True
+        may_retire = self._segments.to_retire(tenant, now)
+        return (
+            self.retiring.begin(now, lambda life: life.segment != kept and may_retire(life))
+            or self._lower.book.oldest_of_all(may_retire) is None
+        )
+
+    def _make_room_for(self, residency: Residency, row: int, now: float) -> bool:
+        parent = int(residency.index.parent[row])
+        slot = (
+            int(self._lower.columns(residency.index).slot[parent]) if parent != NOBODY else NOBODY
+        )
+        kept = slot // self._lower.book.row_count_max if slot != NOBODY else NOBODY
+        return self.make_room(residency.facts.tenant, now, kept=kept)
 
     def _begin_of(
         self, tenant: str, queue: _Queue, flag: np.uint8, now: float
@@ -241,9 +271,13 @@ class Demotions:
             if not self._segments.may_bind(tenant):
                 kept_count = segments
             found, begun_count = self._begin(residency, rows, free_kept_count=kept_count)
-            if begun_count < len(rows):
-                self._put_back(queue, flag, residency, rows[begun_count:])
-                self.make_room(tenant, now)
+            left = rows[begun_count:]
+            if len(left) and self._make_room_for(residency, int(left[0]), now):
+                self._put_back(queue, flag, residency, left)
+            elif len(left):
+                self._give_up(residency, left)
+                if not found:
+                    continue
             return found or self._begin_again()
         return None
 
@@ -323,6 +357,8 @@ class Demotions:
                 break
             if not residency.is_in_memory(at) or not tier.summed[index.place[at]]:
                 return []
+            if columns.flags[at] & RowFlag.GIVEN_UP:
+                return []
             chain.append(at)
             if len(chain) > _PARENTS_MAX:
                 return []
@@ -342,6 +378,11 @@ class Demotions:
         columns.flags[rows] |= flag
         namespace = residency.facts.namespace
         queue.extendleft((namespace, row) for row in rows[::-1].tolist())
+
+    def _give_up(self, residency: Residency, rows: Rows) -> None:
+        flags = self._lower.columns(residency.index).flags
+        flags[rows] &= ~RowFlag.DEMOTING
+        flags[rows] |= RowFlag.GIVEN_UP
 
     def _begin(
         self, residency: Residency, rows: Rows, *, free_kept_count: int

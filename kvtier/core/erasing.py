@@ -119,7 +119,7 @@ class Erasing:
 
     def _on_remains_erased(self, event: RemainsErased, now: float) -> list[ins.Instruction]:
         self._ladder.rungs[event.tier].lower.book.release_remains(event.segment)
-        return []
+        return [ins.Continue(ev.SweepVoid())]  # Somebody may wait for the segment.
 
     def _on_ended(self, event: EraseEnded, now: float) -> list[ins.Instruction]:
         self._fingerprints.discard(event.fingerprint)

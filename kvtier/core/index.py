@@ -47,6 +47,7 @@ class RowFlag:
     DEMOTING = np.uint8(4)
     HOT = np.uint8(8)  # Used since it was written there.
     DIRECT = np.uint8(16)  # Leased as it lies there, and not promoted since.
+    GIVEN_UP = np.uint8(32)  # It lost its segment, or got none, and nobody has asked since.
 
 
 class LowerColumns:

@@ -350,7 +350,7 @@ class LowerTier:
         """These slots hold the blocks of these rows; `groups` as `by_segment` gives them."""
         columns = self.columns(residency.index)
         columns.slot[rows] = slots
-        columns.flags[rows] &= ~(RowFlag.HOT | RowFlag.DIRECT)
+        columns.flags[rows] &= ~(RowFlag.HOT | RowFlag.DIRECT | RowFlag.GIVEN_UP)
         count_max = self.book.row_count_max
         offsets = slots % count_max
         for segment, part in by_segment(slots, count_max) if groups is None else groups:

@@ -47,20 +47,20 @@ class Retiring:
         """Not while another segment retires."""
         return self._life is None and self._lower.is_writable
 
-    def begin(self, now: float, may_retire: Callable[[SegmentHeader], bool] | None = None) -> None:
-        """Somebody needs a segment: one of those that `may_retire`, if there is any."""
-        if not self.may_begin:
-            return
+    def begin(self, now: float, may_retire: Callable[[SegmentHeader], bool]) -> bool:
+        """Somebody needs a segment: one of those that `may_retire`; whether there is any."""
+        assert self.may_begin, "two segments retire"
         book = self._lower.book
         life = book.oldest_of_all(may_retire)
         if life is None:
-            return
+            return False
         self._life, self._began_at, self._is_blocked = life, now, False
         residency = self._lower.residency_of(life.fingerprint)
         slots = book.ready_slots(life.segment)
         if residency is not None and len(slots):
             self._sort_out(residency, slots, life)
         book.stop_filling(life.segment)
+        return True
 
     def _sort_out(self, residency: Residency, slots: np.ndarray, life: SegmentHeader) -> None:
         index, columns = residency.index, self._lower.columns(residency.index)
@@ -174,6 +174,9 @@ class Retiring:
         residency = self._lower.residency_of(life.fingerprint)
         if residency is None:
             return self._lower.forget_slots(slots)
+        rows = self._lower.rows_at(np.array(slots, dtype=np.uint32))
+        flags = self._lower.columns(residency.index).flags
+        flags[rows[rows != NOBODY]] |= RowFlag.GIVEN_UP
         return self._lower.lose(residency, slots, RemovedFor.SEGMENT)
 
     def _end(self) -> None:

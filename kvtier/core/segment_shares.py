@@ -30,10 +30,10 @@ class SegmentShares:
         limit_count = max(1.0, maximum * self._lower.book.segment_count)
         return self._held().get(tenant, 0) + 1 <= limit_count
 
-    def to_retire(self, tenant: str, now: float) -> Callable[[SegmentHeader], bool] | None:
-        """Which segments may be given up for this tenant; None: whichever is the oldest."""
+    def to_retire(self, tenant: str, now: float) -> Callable[[SegmentHeader], bool]:
+        """Which segments may be given up for this tenant."""
         if self._tenancy.is_alone:
-            return None
+            return _whichever
         held = self._held()
         total = self._lower.book.segment_count
         shares = self._tenancy.shares(total, held, now, wanting=tenant)
@@ -42,7 +42,7 @@ class SegmentShares:
         if held.get(tenant, 0) + 1 > max(1.0, shares[tenant]) or not self.may_bind(tenant):
             givers = {tenant}
         elif not givers:
-            return None
+            return _whichever
         return lambda life: self._owner(life) in givers
 
     def _held(self) -> dict[str, int]:
@@ -56,3 +56,7 @@ class SegmentShares:
     def _owner(self, life: SegmentHeader) -> str:
         found = self._lower.tenant_of(life.fingerprint)
         return _NOBODY if found is None else found
+
+
+def _whichever(life: SegmentHeader) -> bool:
+    return True

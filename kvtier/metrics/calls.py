@@ -18,6 +18,13 @@ class CallMetrics:
             {"method": METHODS, "outcome": OUTCOMES},
             prefill=False,
         )
+        self.unread_calls = registry.gauge(
+            "kvtier_grpc_unread_calls_count",
+            "gRPC calls that began and whose message was never read, as of now: too large for gRPC "
+            "(more than 8 MiB), or broken off before it was whole. When it rises, look for a "
+            "client whose calls end in RESOURCE_EXHAUSTED.",
+            {},
+        )
         seconds = registry.histogram(
             "kvtier_call_seconds",
             "Time in the daemon of gRPC calls, by method.",

@@ -46,6 +46,7 @@ from kvtier.server.keeping import open_keeper
 from kvtier.server.nvme_paths import OpenDriver, open_file
 from kvtier.server.passage import CONNECTIONS_MAX
 from kvtier.server.plan import Plan, plan_memory
+from kvtier.server.reloading import Reloading
 from kvtier.server.tenants import check_users_visible
 from kvtier.server.threads import call_soon
 from kvtier.server.tls_door import HANDSHAKES_MAX
@@ -62,8 +63,14 @@ WATCHDOG_SHARE = 3  # Two pings may be late before the service manager misses on
 FILES_RESERVE = 128  # Ours: libraries, epoll, slabs' table, gRPC connections of a few tools.
 
 
-def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
-    """Run the daemon until it is told to end; the exit code. `open_driver`: of the NVMe tier."""
+def serve(
+    config: Config,
+    open_driver: OpenDriver = open_file,
+    *,
+    read_again: Callable[[], Config] | None = None,
+) -> int:
+    """Run the daemon until it is told to end; the exit code. `open_driver`: of the NVMe tier;
+    `read_again`: the configuration's file, for SIGHUP."""
     if sys.flags.optimize:
         raise ConfigError("python -O strips the assertions kvtier relies on: start it without -O")
     keep_message_memory()
@@ -86,7 +93,7 @@ def serve(config: Config, open_driver: OpenDriver = open_file) -> int:
         _prepare(plan)
         sys.setswitchinterval(SWITCH_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run_daemon(config, plan, open_driver))
+            return runner.run(run_daemon(config, plan, open_driver, read_again))
 
 
 @contextmanager
@@ -112,10 +119,16 @@ class _Stopped(Exception):
     """Not an error: the orderly end of the TaskGroup."""
 
 
-async def run_daemon(config: Config, plan: Plan, open_driver: OpenDriver) -> int:
+async def run_daemon(
+    config: Config,
+    plan: Plan,
+    open_driver: OpenDriver,
+    read_again: Callable[[], Config] | None,
+) -> int:
     """From binding the sockets to the last line of the log; the exit code."""
     parts = await build(config, plan, open_driver)
-    daemon = Daemon(config, parts)
+    tls_door = None if parts.remote_door is None else parts.remote_door.tls_door
+    daemon = Daemon(config, parts, Reloading(config, read_again, tls_door))
     exit_code = 0
     try:
         await daemon.run()
@@ -133,9 +146,10 @@ async def run_daemon(config: Config, plan: Plan, open_driver: OpenDriver) -> int
 class Daemon:
     """The running daemon."""
 
-    def __init__(self, config: Config, parts: Parts) -> None:
+    def __init__(self, config: Config, parts: Parts, reloading: Reloading) -> None:
         self._config = config
         self._parts = parts
+        self._reloading = reloading
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -145,6 +159,8 @@ class Daemon:
         loop.set_exception_handler(self._on_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._reloading.is_possible:
+            loop.add_signal_handler(signal.SIGHUP, self._reloading.ask)
         threading.excepthook = partial(self._on_thread_error, loop, threading.excepthook)
         async with asyncio.TaskGroup() as tasks:
             parts.core.start(tasks, parts.effects)
@@ -160,6 +176,7 @@ class Daemon:
             for door in parts.doors:
                 door.socket.start(tasks)
             tasks.create_task(self._housekeep())
+            tasks.create_task(self._reloading.run())
             if (limit_seconds := watchdog_seconds(os.environ)) is not None:
                 tasks.create_task(self._feed_watchdog(limit_seconds))
             for door in parts.doors:

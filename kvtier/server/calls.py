@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from prometheus_client import Gauge
 
-from kvtier.errors import BadRequest, KVTierError, UnknownNamespace
+from kvtier.errors import BadRequest, KVTierError, LimitExceeded
 from kvtier.lane import LANE_CALLS, pack
 from kvtier.metrics.labels import OUTCOMES
 from kvtier.server import logs
@@ -32,6 +33,7 @@ from kvtier.v1 import kvtier_pb2 as pb
 log = logging.getLogger(__name__)
 
 SERVICE = "kvtier.v1.KVTier"
+MESSAGE_BYTES_MAX = 4 << 20
 # A client that asks again at once, and again, would cost as much as one whose calls are answered.
 REFUSED_SECONDS = 0.02
 _GIVING_BACK = frozenset({"Commit", "Abort", "Release"})
@@ -41,6 +43,7 @@ M = TypeVar("M", bound=Message)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Message, Message]
     Service = grpc.GenericRpcHandler[Message, Message]
+    RpcHandler = grpc.RpcMethodHandler[Message, Message]
 # gRPC's word for who is at the other end -> who that is; raises Forbidden.
 OriginOf = Callable[[str], Peer]
 Send = Callable[[Message], Awaitable[None]]
@@ -50,8 +53,26 @@ Unary = Callable[..., Awaitable[Message]]
 Streaming = Callable[..., Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a request whose bytes are no message of its class."""
+    """Stands for a request whose bytes are no message of its class, or too many."""
+
+    error: KVTierError
+
+
+class _Service(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # No generic at run time.
+    """Counts calls as soon as gRPC has their names: of one whose message is too large for it, or
+    never whole, it tells no more."""
+
+    def __init__(self, made: Mapping[str, RpcHandler], unread: Gauge) -> None:
+        self._made = {f"/{SERVICE}/{name}": handler for name, handler in made.items()}
+        self._unread = unread
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> RpcHandler | None:
+        found = self._made.get(handler_call_details.method)
+        if found is not None:
+            self._unread.inc()
+        return found
 
 
 @dataclass(slots=True)
@@ -102,7 +123,7 @@ class Calls:
                 made[name] = grpc.unary_unary_rpc_method_handler(
                     self._unary(name, handlers.unary[name], origin_of), decode, _encode
                 )
-        return grpc.method_handlers_generic_handler(SERVICE, made)
+        return _Service(made, self._metrics.calls.unread_calls)
 
     def lane(self, handlers: Handlers) -> Answer:
         """The calls of the lane, by number: the same handlers, without gRPC around them."""
@@ -132,6 +153,7 @@ class Calls:
         self, name: str, handler: Unary, origin_of: OriginOf
     ) -> Callable[..., Awaitable[Message]]:
         async def call(request: Message, context: Context) -> Message:
+            self._metrics.calls.unread_calls.dec()
             try:
                 origin = origin_of(context.peer())
                 await self._turnstile.enter(origin.tenant)
@@ -160,8 +182,7 @@ class Calls:
                 return await handler(request, origin if caller is None else caller)
         except BaseException as error:
             outcome = _outcome_of(error)
-            # An unknown namespace is how clients notice that the daemon is a new one.
-            if isinstance(error, KVTierError) and not isinstance(error, UnknownNamespace):
+            if isinstance(error, KVTierError):
                 log.info("call refused", extra=_refusal_facts(name, caller or origin, error))
             raise
         finally:
@@ -206,7 +227,7 @@ class Calls:
         self, request: Message | _Malformed, access: Access, origin: Peer, now: float
     ) -> Caller | None:
         if isinstance(request, _Malformed):
-            raise BadRequest("the bytes are no message of kvtier.v1: check the protocol version")
+            raise request.error
         self.limits.check_room(origin.tenant)
         if access.form is None:
             check_rights(origin, access)
@@ -230,6 +251,7 @@ class Calls:
 
 
 _OUR_MISTAKE = "the daemon found a mistake of its own"
+_NO_MESSAGE = "the bytes are no message of kvtier.v1: check the protocol version"
 
 
 def _request_id_of(request: Message | _Malformed) -> str:
@@ -275,7 +297,7 @@ def _once(handler: Streaming) -> Unary:
 async def _checked(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
     async for request in requests:
         if isinstance(request, _Malformed):
-            raise BadRequest("the bytes are no message of kvtier.v1: check the protocol version")
+            raise request.error
         yield request
 
 
@@ -284,10 +306,13 @@ def _decoder(kind: type[M]) -> Callable[[bytes], M | _Malformed]:
     parse = kind.FromString
 
     def decode(data: bytes) -> M | _Malformed:
+        if len(data) > MESSAGE_BYTES_MAX:
+            text = f"a message of {len(data)} bytes: send {MESSAGE_BYTES_MAX} at most"
+            return _Malformed(LimitExceeded(text))
         try:
             return parse(data)
         except DecodeError:
-            return _Malformed()
+            return _Malformed(BadRequest(_NO_MESSAGE))
 
     return decode
 

@@ -77,6 +77,16 @@ class Grants:
         """By name, as the configuration writes it."""
         self._peers = peers
 
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def is_peer(self, names: Iterable[str], peer: Peer) -> bool:
+        """Whether that is who a certificate with these names is."""
+        try:
+            return self.peer_of(names) == peer
+        except Forbidden:
+            return False
+
     def peer_of(self, names: Iterable[str]) -> Peer:
         """`names`: all that one certificate has. Raises Forbidden."""
         found = [self._peers[name] for name in names if name in self._peers]

@@ -14,7 +14,7 @@ import grpc
 from kvtier.config import Config
 from kvtier.metrics.calls import CallMetrics
 from kvtier.server.activation import SOCKET_UMASK, Listeners
-from kvtier.server.calls import Calls, Handlers, OriginOf
+from kvtier.server.calls import MESSAGE_BYTES_MAX, Calls, Handlers, OriginOf
 from kvtier.server.certificates import TlsFiles, grants_of
 from kvtier.server.grpc_door import GrpcDoor
 from kvtier.server.grpc_server import GrpcServer
@@ -24,7 +24,8 @@ from kvtier.server.session_socket import SessionSocket
 from kvtier.server.tenants import Tenant
 from kvtier.server.tls_door import TlsDoor, TlsSettings
 
-MESSAGE_BYTES_MAX = 4 << 20
+# What gRPC itself refuses, without a word to us; what is too large and smaller is refused by name.
+RECEIVED_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 # A certificate that was taken back, and an authority, counts for so long at most.
 AGE_SECONDS_MAX = 3600.0
 AGE_GRACE_SECONDS = 60.0
@@ -156,7 +157,7 @@ class DoorMaker:
         return grpc.aio.server(
             handlers=[self.calls.service(self.handlers, origin_of)],
             options=[
-                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.so_reuseport", 0),
                 # Who says half of something is no client for long.

@@ -112,7 +112,8 @@ class LaneConnection(asyncio.BufferedProtocol):
             self.close()
             return
         if len(self._connections) > self._connections_max:
-            log.warning("too many lane connections", extra={"max": self._connections_max})
+            facts = {"max": self._connections_max, **self._facts()}
+            log.warning("too many lane connections", extra=facts)
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -128,7 +129,7 @@ class LaneConnection(asyncio.BufferedProtocol):
         self._filled_bytes += nbytes
         assert self._transport is not None, "bytes before the connection"
         if self._call is not None or self._transport.get_write_buffer_size():
-            log.warning("lane frame before the answer was read")
+            log.warning("lane frame before the answer was read", extra=self._facts())
             self.close()
             return
         if self._filled_bytes < HEAD.size:
@@ -137,7 +138,7 @@ class LaneConnection(asyncio.BufferedProtocol):
         payload_bytes, number = HEAD.unpack_from(self._frame)
         frame_bytes = HEAD.size + payload_bytes
         if payload_bytes > PAYLOAD_BYTES_MAX or self._filled_bytes > frame_bytes:
-            log.warning("lane frame refused", extra={"bytes": payload_bytes})
+            log.warning("lane frame refused", extra={"bytes": payload_bytes, **self._facts()})
             self.close()
         elif self._filled_bytes == frame_bytes:
             payload = memoryview(self._frame)[HEAD.size : frame_bytes]
@@ -170,8 +171,13 @@ class LaneConnection(asyncio.BufferedProtocol):
             self._set_late(loop.call_later(FRAME_SECONDS_MAX, self._end_late))
 
     def _end_late(self) -> None:
-        log.warning("lane frame too slow", extra={"bytes": self._filled_bytes})
+        log.warning("lane frame too slow", extra={"bytes": self._filled_bytes, **self._facts()})
         self.close()
+
+    def _facts(self) -> dict[str, object]:
+        """Of a line about who is at the other end."""
+        peer = self._peer
+        return {} if peer is None else {"tenant": peer.tenant or None, "uid": peer.uid}
 
     def _set_late(self, late: asyncio.TimerHandle | None) -> None:
         if self._late is not None:

@@ -44,7 +44,12 @@ EVENTS: dict[str, LogEvent] = {
     "session ended": LogEvent("info", "in order", _SESSION),
     "session lost": LogEvent("warning", "its connection broke", _SESSION),
     "process died": LogEvent("info", "proven; its slots return", _SESSION),
-    "session closed after bad frames": LogEvent("warning", "the client is broken", ("session",)),
+    "session frame refused": LogEvent(
+        "info", "its error went to the client", ("session", "tenant", "uid", "error", "reason")
+    ),
+    "session closed after bad frames": LogEvent(
+        "warning", "the client is broken", ("session", "tenant")
+    ),
     "connection refused": LogEvent(
         "warning",
         "not one of the tenant's users, a Hello that was wrong or late, or a limit",
@@ -69,11 +74,30 @@ EVENTS: dict[str, LogEvent] = {
         "of a client that was connected: its connection ends",
         ("address", "tenant", "certificate"),
     ),
+    "certificate listed otherwise": LogEvent(
+        "info",
+        "or no more, since the lists were read again: its connection ends",
+        ("address", "tenant", "certificate"),
+    ),
+    "lists of certificates read again": LogEvent(
+        "info",
+        "upon SIGHUP; `restart`: what else has changed, and needs one",
+        ("names", "restart"),
+    ),
+    "configuration cannot be used": LogEvent(
+        "warning", "upon SIGHUP; the former lists of certificates go on to count", ("reason",)
+    ),
     "cannot accept": LogEvent("warning", "no descriptor is left, as a rule", ("reason",)),
-    "too many lane connections": LogEvent("warning", "the oldest idle ones close", ("max",)),
-    "lane frame before the answer was read": LogEvent("warning", "the client is broken"),
-    "lane frame refused": LogEvent("warning", "too large", ("bytes",)),
-    "lane frame too slow": LogEvent("warning", "it was not whole in time", ("bytes",)),
+    "too many lane connections": LogEvent(
+        "warning", "the oldest idle ones close", ("max", "tenant", "uid")
+    ),
+    "lane frame before the answer was read": LogEvent(
+        "warning", "the client is broken", ("tenant", "uid")
+    ),
+    "lane frame refused": LogEvent("warning", "too large", ("bytes", "tenant", "uid")),
+    "lane frame too slow": LogEvent(
+        "warning", "it was not whole in time", ("bytes", "tenant", "uid")
+    ),
     "purge begins": LogEvent(
         "info",
         "or begins again, after a crash; `begun` says how often",
@@ -166,6 +190,11 @@ EVENTS: dict[str, LogEvent] = {
     "remote engine opened": LogEvent("info", "", ("engine", "codec")),
     "remote.engine is off: the other options of [remote] have no effect": LogEvent(
         "warning", "", ("options",)
+    ),
+    "remote breaker changed": LogEvent(
+        "warning",
+        "to open: the engine is left alone for `open_seconds`; otherwise info",
+        ("engine", "side", "before", "after", "reason", "open_seconds"),
     ),
     "remote engine is told nothing of our end": LogEvent(
         "warning", "it did not answer", ("engine",)

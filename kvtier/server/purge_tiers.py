@@ -31,7 +31,7 @@ WAIT_SECONDS = 0.05
 class Progress:
     """What is being done, for whoever asks."""
 
-    step: str = "waits for another purge"
+    step: str = "waits for its turn"
     waits: str = ""  # For what.
     done_bytes: int = 0
 

@@ -144,6 +144,7 @@ class Tokens:
             raise Unauthenticated("no open session has this token: connect again")
         if origin is not None:
             check_origin(caller.peer, origin)
+            check_rights(origin, access)  # It may have fewer than when the session began.
         caller.used_at = now
         check_rights(caller.peer, access)
         if access.form is Form.HOLDER:

@@ -223,14 +223,15 @@ class SessionSocket:
                     self._sessions.ended(record)
                     return
                 await self._handle(record, frame)
-            except BadFrame as error:
-                bad_count += 1
-                self._answer_error(link, error, about)
             except KVTierError as error:
+                bad_count += isinstance(error, BadFrame)
+                facts = refusal_facts(self._tenant, link.connection, error)
+                log.info("session frame refused", extra={"session": record.id, **facts})
                 self._answer_error(link, error, about)
             finally:
                 packet.close_fds()
-        log.warning("session closed after bad frames", extra={"session": record.id})
+        facts = {"session": record.id, "tenant": self._tenant.name or None}
+        log.warning("session closed after bad frames", extra=facts)
 
     async def _handle(self, record: SessionRecord, frame: pb.ClientFrame) -> None:
         kind = frame.WhichOneof("frame")

@@ -14,6 +14,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 
@@ -32,6 +33,16 @@ BACKLOG = 128
 HANDSHAKES_MAX = 64
 ACCEPT_PAUSE_SECONDS = 0.5
 SHUTDOWN_SECONDS = 2.0  # For a client that was told of the end.
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A connection that was let in."""
+
+    names: list[str]
+    peer: Peer
+    limit: asyncio.Timeout
+    is_ended: bool = False  # Not by time: the lists have changed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class TlsDoor:
     ) -> None:
         """`passages`: by tenant. `fail` is called in this door's thread, for a mistake of ours."""
         self._settings = settings
+        self._grants = settings.grants
         self._passages = passages
         self._metrics = metrics
         self._fail = fail
@@ -64,6 +76,7 @@ class TlsDoor:
         self._thread = threading.Thread(target=self._run, name="kvtier-tls", daemon=True)
         # Handshakes under way, the oldest first, each with its client's address.
         self._greeting: dict[asyncio.Task[None], str] = {}
+        self._open: set[_Open] = set()
 
     def listen(self, address: str) -> str:
         """Bind; the address with its port. Raises ConfigError."""
@@ -96,6 +109,12 @@ class TlsDoor:
         elif self._listener is not None:
             self._listener.close()
 
+    def regrant(self, grants: Grants) -> None:
+        """From now on these lists count; who is connected, and is in none of them any more or in
+        another one, is not."""
+        if self._loop is not None:
+            call_soon(self._loop, partial(self._regrant, grants))
+
     # ------------------------------------------------------------------------ in its own thread
 
     def _run(self) -> None:
@@ -117,6 +136,13 @@ class TlsDoor:
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         error = context.get("exception")
         log.error("callback failed", extra={"reason": context.get("message"), "error": error})
+
+    def _regrant(self, grants: Grants) -> None:
+        self._grants = grants
+        for one in self._open:
+            if not (grants.is_peer(one.names, one.peer) or one.limit.expired()):
+                one.is_ended = True
+                one.limit.reschedule(asyncio.get_running_loop().time())
 
     async def _accept(self) -> None:
         assert self._listener is not None, "listen comes first"
@@ -147,7 +173,7 @@ class TlsDoor:
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await self._shake_hands(connection)
-            peer, seconds = self._admit(writer)
+            names, peer, seconds = self._admit(writer)
         # The library's words for what came; a mistake of ours is an AssertionError.
         except (OSError, RuntimeError, ValueError, KVTierError) as error:
             self._refuse(address, *_told(error))
@@ -156,11 +182,18 @@ class TlsDoor:
             return
         finally:
             self._greeting.pop(task, None)
+        one = _Open(names, peer, asyncio.timeout(seconds))
         try:
-            async with asyncio.timeout(seconds):
+            async with one.limit:
+                self._open.add(one)
                 await self._passages[peer.tenant].carry(reader, writer, peer)
         except TimeoutError:
-            log.info("certificate expired", extra=_facts(address, peer))
+            if one.is_ended:
+                log.info("certificate listed otherwise", extra=_facts(address, peer))
+            else:
+                log.info("certificate expired", extra=_facts(address, peer))
+        finally:
+            self._open.discard(one)
 
     async def _shake_hands(
         self, connection: socket.socket
@@ -183,14 +216,16 @@ class TlsDoor:
             raise
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
-    def _admit(self, writer: asyncio.StreamWriter) -> tuple[Peer, float]:
-        """Who it is, and for how long; raises Forbidden, LimitExceeded."""
+    def _admit(self, writer: asyncio.StreamWriter) -> tuple[list[str], Peer, float]:
+        """What its certificate says, who that is, and for how long; raises Forbidden,
+        LimitExceeded."""
         tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
         if tls.selected_alpn_protocol() != "h2":
             raise Forbidden("no gRPC client: it does not offer HTTP/2")
-        peer = self._settings.grants.peer_of(names_of(tls))
+        names = names_of(tls)
+        peer = self._grants.peer_of(names)
         self._passages[peer.tenant].require_room(peer.tenant)
-        return peer, seconds_left(tls, wall_seconds())
+        return names, peer, seconds_left(tls, wall_seconds())
 
     def _refuse(self, address: str, why: str, reason: str) -> None:
         self._metrics.refused_connections.labels(why).inc()

@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,15 @@ from kvtier.pools.key_file import Key
 from kvtier.pools.nvme import MakeSealer
 from kvtier.pools.nvme_recovery import TableUnreadable
 from kvtier.pools.recovery import recover
+from kvtier.pools.remote.buffers import Buffers
 from kvtier.pools.remote.engine import RemoteOutcome
 from kvtier.pools.remote.files import FilesEngine, FilesSettings, prepare_root
 from kvtier.pools.remote.files_owner import FilesOwner, OwnerSettings
 from kvtier.pools.remote.frame import HEADER_BYTES, BlockShape, FrameFault
-from kvtier.pools.remote.framing import BlockViews, framed, np_empty, split, unframed
+from kvtier.pools.remote.framing import BlockViews, framed, np_empty, split, unframed, unsealed
 from kvtier.pools.remote.keys import block_key, epoch_key
+from kvtier.pools.remote.sealed_header import SEAL_HEADER_BYTES
+from kvtier.pools.remote.sealing import ValueSealer
 from kvtier.pools.sealing import Sealer
 from kvtier.pools.slot_table import ENTRY, ENTRY_BYTES, Entries, entry_crcs
 from kvtier.pools.superblock import COPY_OFFSETS, HEADERS_FIRST, SUPERBLOCK_BYTES
@@ -197,31 +201,112 @@ def test_fuzzed_remote_values() -> None:
         values.append(value[0].copy())
 
     def attempt(chance: random.Random) -> None:
-        value = np.frombuffer(bytearray(changed_value(chance)), np.uint8)
+        value = np.frombuffer(
+            bytearray(with_right_sums(chance, chance.choice(values).tobytes())), np.uint8
+        )
         place = np.zeros(shape.payload_bytes, np.uint8)
         views = BlockViews(block, split(place, shape))
         found = unframed(value, views, shape)
         if not isinstance(found, FrameFault):
             assert block_checksum(views.shards) == found.checksum
 
-    def changed_value(chance: random.Random) -> bytes:
-        data = chance.choice(values).tobytes()
-        head, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
-        if chance.random() < 0.7:
-            body = (
-                body[:64] + mutated(chance, body[64:])
-                if chance.random() < 0.5
-                else (mutated(chance, body[:64]) + body[64:])
-            )
-        changed = bytearray(mutated(chance, head) if chance.random() < 0.3 else head)
-        if chance.random() < 0.9 and len(changed) == HEADER_BYTES:
-            torn = block_checksum_of(body)
-            changed[72:80] = len(body).to_bytes(8, "little")
-            changed[88:96] = torn.to_bytes(8, "little")
-            changed[124:128] = zlib.crc32(changed[:124]).to_bytes(4, "little")
-        return bytes(changed) + body
-
     fuzz("remote values", attempt)
+
+
+def test_fuzzed_sealed_remote_values() -> None:
+    """Whoever can write to the engine makes blocks miss, and no more: without the key no other
+    value opens than the one that was sealed under this very name."""
+    shape = BlockShape(bytes(16), 7, 2, 16_384)
+    elsewhere = replace(shape, epoch=8)
+    keys = [Key(number, bytes([number]) * 32) for number in (1, 2)]
+    sealer, buffers = ValueSealer(keys, shape.fingerprint), Buffers()
+    strangers = ValueSealer([Key(1, b"x" * 32)], shape.fingerprint)
+    names = [BlockHash(bytes([one]) * 32) for one in (1, 2)]
+    payloads = {name: bf16_block(shape.payload_bytes, name[0]) for name in names}
+    frames: list[np.ndarray] = []
+    values: list[tuple[BlockHash, bytes]] = []
+    for name, payload in payloads.items():
+        shards = split(payload, shape)
+        right = BlockViews(name, shards, block_checksum(shards))
+        for codec in CodecId:
+            frame = framed(right, shape, codec, width=2, take=np_empty)
+            assert not isinstance(frame, FrameFault)
+            frames.append(frame[0])
+            values.append((name, sealer.seal(frame[0], shape, name, np_empty).tobytes()))
+    faults: set[FrameFault] = set()
+
+    def attempt(chance: random.Random) -> None:
+        wanted, data = chance.choice(names), forged(chance, chance.choice(values)[1])
+        place = np.zeros(shape.payload_bytes, np.uint8)
+        views = BlockViews(wanted, split(place, shape))
+        opener, asked = chance.choice([(sealer, shape)] * 4 + [(strangers, shape), (None, shape)])
+        if chance.random() < 0.1:
+            asked = elsewhere
+        found = unsealed(opener, np.frombuffer(bytearray(data), np.uint8), views, asked, buffers)
+        if isinstance(found, FrameFault):
+            faults.add(found)
+            return
+        assert (opener, asked) == (sealer, shape), "opened for somebody else"
+        assert (wanted, data) in values, "what was changed opens, or by another name"
+        assert bytes(place) == payloads[wanted].tobytes(), "wrong bytes"
+
+    def forged(chance: random.Random, value: bytes) -> bytes:
+        kind = chance.randrange(6)
+        if kind == 0:
+            return value
+        if kind == 1:  # The envelope of one, the inside of another.
+            other = chance.choice(values)[1]
+            cut = chance.choice((8, 16, 28, 32, len(value) - 16))
+            return value[:cut] + other[cut:]
+        if kind == 2:
+            head = SEAL_HEADER_BYTES
+            return mutated(chance, value[:head]) + value[head:]
+        return mutated(chance, value)
+
+    fuzz("sealed remote values", attempt)
+    assert {FrameFault.SEAL, FrameFault.KEY} <= faults, faults
+
+
+def test_fuzzed_frames_behind_a_right_seal() -> None:
+    """Of somebody who has the key: decoders see what the cipher let through."""
+    shape = BlockShape(bytes(16), 7, 2, 16_384)
+    sealer, buffers = ValueSealer([Key(1, b"k" * 32)], shape.fingerprint), Buffers()
+    block = BlockHash(b"B" * 32)
+    shards = split(bf16_block(shape.payload_bytes, 1), shape)
+    right = BlockViews(block, shards, block_checksum(shards))
+    frames = []
+    for codec in CodecId:
+        frame = framed(right, shape, codec, width=2, take=np_empty)
+        assert not isinstance(frame, FrameFault)
+        frames.append(frame[0].tobytes())
+
+    def attempt(chance: random.Random) -> None:
+        inside = np.frombuffer(with_right_sums(chance, chance.choice(frames)), np.uint8)
+        value = sealer.seal(inside, shape, block, buffers.take)
+        views = BlockViews(block, split(np.zeros(shape.payload_bytes, np.uint8), shape))
+        found = unsealed(sealer, value, views, shape, buffers)
+        if not isinstance(found, FrameFault):
+            assert block_checksum(views.shards) == found.checksum
+
+    fuzz("frames behind a seal", attempt)
+
+
+def with_right_sums(chance: random.Random, data: bytes) -> bytes:
+    """Changed, and mostly with a header that fits again, so that decoders see it."""
+    head, body = data[:HEADER_BYTES], data[HEADER_BYTES:]
+    if chance.random() < 0.7:
+        body = (
+            body[:64] + mutated(chance, body[64:])
+            if chance.random() < 0.5
+            else (mutated(chance, body[:64]) + body[64:])
+        )
+    changed = bytearray(mutated(chance, head) if chance.random() < 0.3 else head)
+    if chance.random() < 0.9 and len(changed) == HEADER_BYTES:
+        torn = block_checksum_of(body)
+        changed[72:80] = len(body).to_bytes(8, "little")
+        changed[88:96] = torn.to_bytes(8, "little")
+        changed[124:128] = zlib.crc32(changed[:124]).to_bytes(4, "little")
+    return bytes(changed) + body
 
 
 def block_checksum_of(body: bytes) -> int:

@@ -12,6 +12,8 @@ import pytest
 
 from kvtier.lane import HEAD, PAYLOAD_BYTES_MAX
 from kvtier.paths import lane_socket_path
+from kvtier.server.calls import MESSAGE_BYTES_MAX
+from kvtier.server.doors import RECEIVED_BYTES_MAX
 from kvtier.server.lane import FRAME_SECONDS_MAX
 from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.processes import eventually
@@ -22,6 +24,8 @@ from tests.support.users import OTHER_UID
 HASHES = chain(4, seed=3)
 BYTE = 6
 FRAME_ERRORS = 'kvtier_frame_errors_total{error="BadFrame"}'
+UNREAD = "kvtier_grpc_unread_calls_count"
+TOO_LARGE = 'kvtier_calls_total{method="Match",outcome="LimitExceeded"}'
 UNKNOWN = 'kvtier_calls_total{method="Match",outcome="UnknownNamespace"}'
 RATED = 'kvtier_tenant_refused_calls_total{tenant="rated"}'
 
@@ -143,6 +147,21 @@ def oversized_call(scene: Scene) -> None:
         assert lane.recv(1) == b""
 
 
+def oversized_message(scene: Scene) -> None:
+    assert code_of_message(scene, MESSAGE_BYTES_MAX) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def message_beyond_grpc(scene: Scene) -> None:
+    assert code_of_message(scene, RECEIVED_BYTES_MAX) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def code_of_message(scene: Scene, hashes_bytes: int) -> grpc.StatusCode:
+    with open_session(scene.tenants.socket("blue")) as blue:
+        request = pb.MatchRequest(token=blue.token, hashes=bytes(hashes_bytes))
+        with RawCalls(blue.opened.grpc_address) as stub:
+            return code_of(stub.Match, request)
+
+
 def no_hello(scene: Scene) -> None:
     with connect(scene.tenants.socket("blue")) as silent:
         assert "no Hello within" in silent.wait_error().message
@@ -150,7 +169,8 @@ def no_hello(scene: Scene) -> None:
 
 def too_many_calls(scene: Scene) -> None:
     with open_session(scene.tenants.socket("rated"), role=pb.ROLE_TOOL, shards=[]) as rated:
-        request = pb.MatchRequest(token=rated.token)
+        namespace_id = rated.open_namespace().namespace_id
+        request = pb.MatchRequest(token=rated.token, namespace_id=namespace_id)
         codes = [lane_call(scene.tenants.socket("rated"), "Match", request)[0] for _ in range(2)]
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
 
@@ -163,11 +183,13 @@ def too_many_calls(scene: Scene) -> None:
         (stolen_token, "call refused", None),
         (stolen_session, "connection refused", None),
         (guessed_token, "call refused", None),
-        (forged_namespace, None, UNKNOWN),  # So clients learn of a new daemon: no line.
+        (forged_namespace, "call refused", UNKNOWN),
         (foreign_slots, "call refused", None),
         (malformed_frames, "session closed after bad frames", None),
-        (oversized_frame, None, FRAME_ERRORS),  # Its client is told; lines come with the eighth.
+        (oversized_frame, "session frame refused", FRAME_ERRORS),
         (oversized_call, "lane frame refused", None),
+        (oversized_message, "call refused", TOO_LARGE),
+        (message_beyond_grpc, None, UNREAD),  # No code of ours sees it.
         (no_hello, "connection refused", None),
         (too_many_calls, "call refused", RATED),
     ],

@@ -153,6 +153,10 @@ def test_an_administrator_clears_from_afar_and_only_the_operator_checks(
     assert main(["check", *words]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["violations"] == []
+    assert main(["stats", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    [fingerprint] = [one["fingerprint"] for one in told["namespaces"] if one["model"] == "cleared"]
+    assert main(["purge", "--namespace", fingerprint, *words]) == 0
 
 
 def test_a_stolen_token_counts_for_no_other_certificate_and_not_for_a_local_socket(

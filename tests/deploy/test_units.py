@@ -52,9 +52,10 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "usr/lib/systemd").mkdir(parents=True)
     own = next(path for path in map(Path, ("/usr/lib/systemd", "/lib/systemd")) if path.exists())
     shutil.copytree(own / "system", tmp_path / "usr/lib/systemd/system", symlinks=True)
-    program = tmp_path / unit_of("kvtier.service")["Service"]["ExecStart"].split()[0].lstrip("/")
-    program.parent.mkdir(parents=True)
-    shutil.copy("/bin/true", program)
+    for option in ("ExecStart", "ExecReload"):
+        program = tmp_path / unit_of("kvtier.service")["Service"][option].split()[0].lstrip("/")
+        program.parent.mkdir(parents=True)
+        shutil.copy("/bin/true", program)
     return tmp_path
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli.main import main
+from kvtier.v1 import kvtier_pb2 as pb
 from tests.support.daemon import DaemonFailed, running_daemon
 from tests.support.known_blocks import chain_hashes, spec_of
+from tests.support.marked_blocks import SHARD_BYTES as MARKED_BYTES
+from tests.support.marked_blocks import hit_count, mark_of, places_with, put
 from tests.support.nvme_daemon import (
     POOL_BYTES,
     client_of,
@@ -22,8 +25,10 @@ from tests.support.nvme_daemon import (
     wait_below,
     wait_state,
 )
+from tests.support.processes import eventually
 
 COUNT = 20
+PURGED_COUNT = 128  # Two segments.
 # What stands at the start of somebody else's disk.
 FOREIGN = b"\xeb\x3c\x90mkfs.fat" + bytes(range(256)) * 16
 
@@ -76,6 +81,30 @@ def test_blocks_on_a_device_outlive_kill_9_and_a_second_daemon_is_refused(device
             found = client.match(namespace, hashes)
             assert (found.matched_count, found.memory_count) == (COUNT, 0)
             assert got_count(client, namespace, hashes) == COUNT
+
+
+def test_a_purge_has_the_device_drop_what_was_there(device: Path, tmp_path: Path) -> None:
+    """Holes: of a loop device they are those of the file behind it."""
+    behind = tmp_path / "disk"
+    assert formatted(device, "--force") == 0
+    with running_nvme_daemon(device) as daemon, client_of(daemon) as client:
+        mine, others = put(client, "a", PURGED_COUNT), put(client, "b", COUNT)
+        wait_below(daemon, PURGED_COUNT + COUNT)
+        pid = daemon.process.pid
+        for owner in ("a", "b"):
+            found = places_with(mark_of(owner), pid, [device, behind])
+            assert {str(device), str(behind)} <= set(found)
+        before = behind.stat().st_blocks
+        [of_a] = [one for one in client.stats().namespaces if one.model == "model of a"]
+        asked = client.purge(pb.PurgeRequest(namespace_id=of_a.namespace_id))
+        eventually(
+            lambda: bool(client.purge(pb.PurgeRequest(purge=asked.purge)).report), "it ends", 30.0
+        )
+        assert places_with(mark_of("a"), pid, [device, behind]) == []
+        dropped_bytes = 512 * (before - behind.stat().st_blocks)
+        assert dropped_bytes >= 0.9 * PURGED_COUNT * MARKED_BYTES, "they were written over instead"
+        assert hit_count(client, "a", mine) == 0
+        assert hit_count(client, "b", others) == COUNT
 
 
 def test_a_device_that_holds_something_else_stays_as_it_is(

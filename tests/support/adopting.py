@@ -40,11 +40,16 @@ def restart(
         namespace: (dict(record.ready_at), dict(record.filled_by))
         for namespace, record in world.namespaces.items()
     }
-    stock_count = len(world.node_of) - sum(len(bound.slabs) for bound in sets)
+    kept = [slab for bound in sets for slab in bound.slabs]
+    stock_count = len(world.node_of) - len(kept)
+    world.node_of = {slab: world.node_of[slab] for slab in kept}
     world.make_anew()
     for namespace, record in world.namespaces.items():
         world.open_namespace(
-            namespace, slot_bytes=record.slot_bytes, shard_count=record.shard_count
+            namespace,
+            slot_bytes=record.slot_bytes,
+            shard_count=record.shard_count,
+            tenant=record.tenant,
         )
     for engine in engines:
         for process in engine.processes:
@@ -57,7 +62,9 @@ def restart(
         slots = [slot for bound in sets if bound.namespace == namespace for slot in bound.slots]
         if not slots:
             continue
-        readable = [slot for slot in slots if not unreadable(slot)]
+        # An entry of a former epoch tells of no block, nor that nobody reads there.
+        void_at = world.namespaces[namespace].void_at
+        readable = [slot for slot in slots if not unreadable(slot) and slot not in void_at]
         _adopt_filled(world, namespace, readable, filled, sessions)
         _adopt_free(world, namespace, readable, ready, filled)
         _adopt_blocks(world, namespace, {ready[slot]: slot for slot in readable if slot in ready})
@@ -79,6 +86,7 @@ def _restore_sessions(world: World, sessions: Sequence[Session]) -> None:
                 one.shards,
                 one.by_value,
                 replaces=newest.get(id(one.process)),
+                tenant=one.tenant,
             )
         )
         newest[id(one.process)] = one.session

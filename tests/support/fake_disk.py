@@ -22,7 +22,7 @@ from kvtier.layout import SegmentHeader
 from kvtier.types import BlockHash
 
 if TYPE_CHECKING:
-    from tests.support.world import NamespaceRecord
+    from tests.support.namespace_record import NamespaceRecord
 
 Stamp = tuple[bytes, ...]
 NOTHING: Stamp = ()
@@ -92,6 +92,14 @@ class FakeDisk:
         self.stamps[slot] = stamp
         self.scribbled.discard(slot)
         self.written_count += 1
+
+    def erase(self, slots: Iterable[int]) -> None:
+        """Zeros and a sync, for slots that hold no block."""
+        for slot in slots:
+            assert slot not in self.rows, "a block was erased"
+            for former in (self.stamps, self._unsynced):
+                former.pop(slot, None)
+            self.scribbled.discard(slot)
 
     def scribble(self, slot: int) -> None:
         """The disk loses what stands in the slot, and does not know it."""

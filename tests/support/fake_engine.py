@@ -260,8 +260,8 @@ class FakeEngine:
         stock = self.stock.get((session, namespace), [])
         first = self.world.match(namespace, hashes).matched_count
         wanted = list(hashes[first:])[: len(stock)]
-        taken, stock[: len(wanted)] = stock[: len(wanted)], []
-        taken = [one for one in taken if one[1] == taken[0][1]]  # Of one epoch.
+        taken = [one for one in stock[: len(wanted)] if one[1] == stock[0][1]]  # Of one epoch.
+        del stock[: len(taken)]
         wanted = wanted[: len(taken)]
         if not wanted:
             return

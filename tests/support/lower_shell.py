@@ -15,7 +15,8 @@ from tests.support.fake_disk import FakeDisk, Found
 from tests.support.fake_mover import FakeMover
 
 if TYPE_CHECKING:
-    from tests.support.world import NamespaceRecord, World
+    from tests.support.namespace_record import NamespaceRecord
+    from tests.support.world import World
 
 
 class LowerShell:

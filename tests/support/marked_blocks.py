@@ -76,7 +76,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 def _has(path: Path, mark: bytes) -> bool:
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)  # A device's too.
         if not size:
             return False
         with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as whole:

@@ -8,9 +8,8 @@ pools below memory as well (`lower_shell.py`, `fake_disk.py`, `fake_mover.py`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from kvtier.types import (
 from tests.support.fake_disk import FakeDisk, Stamp, checksum_of
 from tests.support.fake_mover import Transfer
 from tests.support.lower_shell import LowerShell, origins_of
+from tests.support.namespace_record import NamespaceRecord
 from tests.support.told import check_granted, taken_in_by
 
 HASH_BYTES = 32
@@ -60,39 +60,6 @@ class Bound:
     namespace: NamespaceId
     slabs: tuple[SlabId, ...]
     slots: range
-
-
-@dataclass
-class NamespaceRecord:
-    """What a watcher knows of a namespace, and what the slot table says."""
-
-    shard_count: int
-    slot_bytes: int
-    epoch: int
-    fingerprint: bytes
-    tenant: str = ""
-    is_open: bool = False
-    in_memory: set[BlockHash] = field(default_factory=set)
-    below: dict[TierName, set[BlockHash]] = field(default_factory=lambda: defaultdict(set))
-    ever_ready: set[BlockHash] = field(default_factory=set)
-    ready_at: dict[int, BlockHash] = field(default_factory=dict)  # Slot -> block, slot table.
-    filled_by: dict[int, EngineId | None] = field(default_factory=dict)  # Its RESERVED entries.
-
-    @property
-    def on_nvme(self) -> set[BlockHash]:
-        return self.below[TierName.NVME]
-
-    @property
-    def stored(self) -> set[BlockHash]:
-        return self.in_memory.union(*self.below.values())
-
-    def stored_in(self, tier: TierName) -> set[BlockHash]:
-        return self.in_memory if tier is TierName.DRAM else self.below[tier]
-
-    def forget_stored(self) -> None:
-        self.in_memory.clear()
-        self.below.clear()
-        self.ready_at.clear()
 
 
 @dataclass
@@ -276,6 +243,8 @@ class World:
             whole.clear()
         self.scribbled.clear()
         self.dropped_slots.clear()
+        for record in self.namespaces.values():
+            record.void_at.clear()
 
     def make_anew(self) -> None:
         """A new manager, which knows nothing."""
@@ -419,8 +388,8 @@ class World:
                 record = self.namespaces[done.namespace]
                 assert done.epoch == record.epoch, "a block of an older epoch became READY"
                 for slot, block in zip(done.slots.tolist(), done.hashes, strict=True):
+                    record.forget_entries([slot])
                     record.ready_at[slot] = block
-                    record.filled_by.pop(slot, None)
                     record.ever_ready.add(block)
             case ins.WriteChecksums():
                 self.checksum_at.update(
@@ -430,11 +399,9 @@ class World:
                 if isinstance(done, ins.WriteReserved):
                     self._give(done.slots.tolist())
                 record = self.namespaces[done.namespace]
-                for slot in done.slots.tolist():
-                    record.ready_at.pop(slot, None)
-                    record.filled_by.pop(slot, None)
-                    if isinstance(done, ins.WriteReserved):
-                        record.filled_by[slot] = done.engine
+                record.forget_entries(done.slots.tolist())
+                if isinstance(done, ins.WriteReserved):
+                    record.filled_by.update(dict.fromkeys(done.slots.tolist(), done.engine))
             case ins.BlocksStored():
                 record, parent = self.namespaces[done.namespace], done.parent
                 assert parent is None or parent in record.stored, "stored behind one that is not"
@@ -451,10 +418,8 @@ class World:
                 self.removals.append(done)
             case ins.NamespaceCleared():
                 record = self.namespaces[done.namespace]
-                record.epoch = done.epoch
                 self.removed_count += len(record.stored)
-                record.forget_stored()
-                record.ever_ready.clear()
+                record.begin_epoch(done.epoch)
             case ins.BindSegments() | ins.WriteLowerReady() | ins.WriteLowerGone():
                 self.lower[done.tier].note(done)
 
@@ -482,9 +447,7 @@ class World:
             watcher(done.slabs)
         self.assert_idle(bound.slots)
         self.dropped_slots.update(bound.slots)
-        for slot in bound.slots:
-            self.namespaces[bound.namespace].ready_at.pop(slot, None)
-            self.namespaces[bound.namespace].filled_by.pop(slot, None)
+        self.namespaces[bound.namespace].forget_entries(bound.slots)
         for slab in done.slabs:
             self.populate_slab(self.node_of.pop(slab))
 

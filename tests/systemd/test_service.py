@@ -67,6 +67,17 @@ def test_a_pool_elsewhere_is_refused_in_a_line_until_a_drop_in_allows_it(
     machine.wait(lambda: "nvme pool opened" in machine.journal(), "the pool", 10)
 
 
+def test_a_reload_reads_the_file_again_and_the_daemon_goes_on(machine: SystemdMachine) -> None:
+    machine.systemctl("start", "kvtier")
+    before = machine.main_pid
+    machine.configure("[lease]\nseconds_max = 30\n")
+    machine.systemctl("reload", "kvtier")
+    read = "lists of certificates read again names=0 restart=lease.seconds_max"
+    machine.wait(lambda: read in machine.journal(), "the file is read again", 10)
+    assert machine.main_pid == before
+    assert machine.kvtier("check").returncode == 0
+
+
 def test_a_daemon_that_hangs_is_ended_with_its_stacks_in_the_log_and_started_again(
     machine: SystemdMachine,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 import uuid
@@ -16,10 +17,13 @@ from contextlib import aclosing
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvtier.engine.http.openai_api import Answers, Body, Call, TextModel, parse_call
 from kvtier.engine.http.service import EngineService
 from kvtier.errors import BadRequest, KVTierError, LimitExceeded
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 BODY_BYTES_MAX = 4 << 20
@@ -108,8 +112,13 @@ async def serve(
     server: OpenAiServer, port: int, started: Callable[[int], object], stop: asyncio.Event
 ) -> None:
     """Until `stop`; `started` is told the port. Raises OSError where it is taken."""
+    log.addFilter(_is_of_ours)
     runner = web.AppRunner(
-        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        server.application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        logger=log,
     )
     await runner.setup()
     try:
@@ -119,6 +128,12 @@ async def serve(
         await stop.wait()
     finally:
         await runner.cleanup()
+
+
+def _is_of_ours(record: logging.LogRecord) -> bool:
+    """Not of bytes that are no HTTP, nor of who hangs up: anybody could fill the log with it."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | ConnectionError)
 
 
 async def _send(response: web.StreamResponse, body: Body | None) -> None:

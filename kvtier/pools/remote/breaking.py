@@ -186,15 +186,18 @@ class BreakingEngine:
     def _tell(self, breaker: Breaker, side: str) -> None:
         for change in breaker.take_changes():
             level = logging.WARNING if change.after is BreakerState.OPEN else logging.INFO
-            fields = {
-                "engine": self.name,
-                "side": side,
-                "before": change.before.value,
-                "after": change.after.value,
-                "reason": change.reason or None,
-                "open_seconds": round(change.open_seconds, 1) or None,
-            }
-            log.log(level, "remote breaker changed", extra=fields)
+            log.log(
+                level,
+                "remote breaker changed",
+                extra={
+                    "engine": self.name,
+                    "side": side,
+                    "before": change.before.value,
+                    "after": change.after.value,
+                    "reason": change.reason or None,
+                    "open_seconds": round(change.open_seconds, 1) or None,
+                },
+            )
 
 
 def trouble_of(outcomes: Sequence[RemoteOutcome]) -> str:

@@ -6,8 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,52 +18,17 @@ from tests.support.tiny_models import tiny_model, tokens_alone
 
 aiohttp = pytest.importorskip("aiohttp", reason="kvtier[http] is not installed")
 
-from kvtier.engine.http.http_server import OpenAiServer, serve  # noqa: E402
-from kvtier.engine.http.service import EngineService  # noqa: E402
+from tests.support.served_engine import Served, served_engine  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LETTERS = Letters()
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
-@dataclass
-class Running:
-    url: str
-    engine: Engine
-
-
-@contextmanager
-def running(engine: Engine) -> Iterator[Running]:
-    """The server on a loop of its own in another thread."""
-    service, stop = EngineService(engine), asyncio.Event()
-    bound: list[int] = []
-    is_up = threading.Event()
-    loop = asyncio.new_event_loop()
-
-    def started(port: int) -> None:
-        bound.append(port)
-        is_up.set()
-
-    server = OpenAiServer(service, LETTERS, "tiny")
-    thread = threading.Thread(
-        target=loop.run_until_complete, args=(serve(server, 0, started, stop),)
-    )
-    service.start()
-    thread.start()
-    try:
-        assert is_up.wait(10)
-        yield Running(f"http://127.0.0.1:{bound[0]}", engine)
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        service.close()
-        loop.close()
-
-
 @pytest.fixture
-def served() -> Iterator[Running]:
+def served() -> Iterator[Served]:
     engine = Engine(tiny_model(), EngineConfig(block_tokens=4, device_block_count=512))
-    with running(engine) as one:
+    with served_engine(engine, LETTERS) as one:
         yield one
 
 
@@ -96,7 +59,7 @@ def expected(prompt: str) -> str:
     return LETTERS.text_of(token_ids)
 
 
-def test_answer_is_the_engines_and_usage_counts_what_was_cached(served: Running) -> None:
+def test_answer_is_the_engines_and_usage_counts_what_was_cached(served: Served) -> None:
     body = {"prompt": "Tell me of the sun", **GREEDY}
     for cached in (0, 16):
         [(status, answer)] = ask(served.url, body)
@@ -107,7 +70,7 @@ def test_answer_is_the_engines_and_usage_counts_what_was_cached(served: Running)
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
-def test_stream_gives_the_same_text_piece_by_piece(served: Running) -> None:
+def test_stream_gives_the_same_text_piece_by_piece(served: Served) -> None:
     body = {"prompt": "Tell me of the sun", "stream": True, **GREEDY}
     [(_, events)] = ask(served.url, body | {"stream_options": {"include_usage": True}})
     pieces = [event["choices"][0]["text"] for event in events if event["choices"]]
@@ -116,7 +79,7 @@ def test_stream_gives_the_same_text_piece_by_piece(served: Running) -> None:
     assert events[-1]["usage"]["completion_tokens"] == 12
 
 
-def test_two_long_chats_at_once_are_batched(served: Running) -> None:
+def test_two_long_chats_at_once_are_batched(served: Served) -> None:
     sizes: list[int] = []
     schedule = served.engine.scheduler.schedule
 
@@ -138,7 +101,7 @@ def test_two_long_chats_at_once_are_batched(served: Running) -> None:
         assert one["choices"] == other["choices"]
 
 
-def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> None:
+def test_samples_come_with_their_index_and_share_the_prompt(served: Served) -> None:
     body = {"prompt": "Tell me of the sun", "n": 3, "seed": 5, "max_tokens": 8, "temperature": 1}
     [(_, whole)] = ask(served.url, body)
     [(_, events)] = ask(served.url, body | {"stream": True})
@@ -164,7 +127,7 @@ def test_samples_come_with_their_index_and_share_the_prompt(served: Running) -> 
     ],
 )
 def test_refusal_says_why(
-    served: Running, body: dict[str, Any], headers: dict[str, str], status: int, message: str
+    served: Served, body: dict[str, Any], headers: dict[str, str], status: int, message: str
 ) -> None:
     [(said, answer)] = ask(served.url, body, **headers)
     assert said == status
@@ -182,7 +145,7 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize(("data", "headers"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
 def test_body_that_is_no_json_is_refused(
-    served: Running, data: bytes, headers: dict[str, str]
+    served: Served, data: bytes, headers: dict[str, str]
 ) -> None:
     async def post() -> tuple[int, Any]:
         async with (
@@ -195,7 +158,7 @@ def test_body_that_is_no_json_is_refused(
     assert (status, answer["error"]["message"]) == (400, "the body is no JSON")
 
 
-def test_calls_without_a_seed_differ_and_a_seed_repeats(served: Running) -> None:
+def test_calls_without_a_seed_differ_and_a_seed_repeats(served: Served) -> None:
     body = {"prompt": "Tell me of the sun", "temperature": 1, "max_tokens": 16}
     answers = ask(served.url, body, body, body | {"seed": 3}, body | {"seed": 3})
     free, other, seeded, repeated = [answer["choices"] for _, answer in answers]
@@ -203,7 +166,7 @@ def test_calls_without_a_seed_differ_and_a_seed_repeats(served: Running) -> None
     assert seeded == repeated
 
 
-def test_stop_ends_the_request_and_leaves_its_account(served: Running) -> None:
+def test_stop_ends_the_request_and_leaves_its_account(served: Served) -> None:
     prompt = "Tell me of the sun"
     ask(served.url, {"prompt": prompt, **GREEDY})
     stop = expected(prompt)[3:5]
@@ -220,7 +183,7 @@ def test_stop_ends_the_request_and_leaves_its_account(served: Running) -> None:
 
 
 @pytest.mark.parametrize("extra", [{"stream": True}, {"stream": True, "n": 3}, {}])
-def test_client_that_leaves_cancels_its_request(served: Running, extra: dict[str, Any]) -> None:
+def test_client_that_leaves_cancels_its_request(served: Served, extra: dict[str, Any]) -> None:
     """In good time: it would take two seconds to end by itself."""
     cancelled: list[str] = []
     step, cancel = served.engine.step, served.engine.cancel
@@ -251,7 +214,7 @@ def test_client_that_leaves_cancels_its_request(served: Running, extra: dict[str
     assert len(cancelled) == 1
 
 
-def assert_nothing_runs(served: Running) -> None:
+def assert_nothing_runs(served: Served) -> None:
     """Soon; and all device blocks are free."""
     assert wait_until(lambda: served.engine.unfinished_count == 0, 8.0)
     pool = served.engine.scheduler.pool
@@ -259,7 +222,7 @@ def assert_nothing_runs(served: Running) -> None:
 
 
 def test_engine_that_ends_in_a_stream_is_told_in_the_stream(
-    served: Running, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = served.engine.step
 
@@ -277,7 +240,7 @@ def test_engine_that_ends_in_a_stream_is_told_in_the_stream(
     assert "the engine has ended" in caplog.text
 
 
-def test_openais_client_streams_a_chat(served: Running) -> None:
+def test_openais_client_streams_a_chat(served: Served) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["tiny"]

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.core import events as ev
 from kvtier.core import instructions as ins
+from kvtier.core.erasing_events import HoldRemains, RemainsErased
 from kvtier.core.events import TransferOutcome
 from kvtier.core.manager import BlockManager
 from kvtier.policy.lru import LruPolicy
@@ -218,7 +219,9 @@ def test_others_are_reused_while_a_read_hangs(story: TieredStory) -> None:
     assert "wxyz" not in on_nvme(story)
     story.tick(10.1)
     end_others()
-    assert "wxyz" in on_nvme(story)
+    story.offload("stuv")  # Not worth wxyz is the segment of its own beginning, the only other one.
+    end_others()
+    assert "stuv" in on_nvme(story)
     story.world.finish_work()
     story.world.check([chain("abcd")])
 
@@ -360,3 +363,90 @@ def test_blocks_cleared_before_the_pool_was_told_of_do_not_come_back(story: Tier
     assert counts is not None
     assert counts.block_count == 0
     assert manager.check_invariants() == []
+
+
+# ------------------------------------------------------------------------- chains that do not fit
+
+
+def short_story() -> TieredStory:
+    """Of three segments a purge holds one, and one is kept free: the third is all there is."""
+    story = TieredStory(segment_count=3)
+    held = story.world.run(HoldRemains(TierName.NVME, 2))
+    assert isinstance(held, ins.RemainsHeld)
+    return story
+
+
+def on_nvme_of(story: TieredStory, path: str) -> int:
+    """Leading blocks of the chain that have a copy; there are no others of it."""
+    count = story.on_nvme(path)
+    assert story.on_nvme(path[:count]) == count, "not the beginning"
+    return count
+
+
+def test_a_chain_that_does_not_fit_is_written_as_far_as_it_does() -> None:
+    story = short_story()
+    story.write_behind("abcdefghi")
+    assert on_nvme_of(story, "abcdefghi") == 4
+    story.use("abcdefghi")
+    story.tick(0.1)
+    story.world.finish_work()
+    assert on_nvme_of(story, "abcdefghi") == 4
+    assert story.counts.written_bytes // SLOT_BYTES == 4
+
+
+def test_another_chain_is_worth_the_segment() -> None:
+    story = short_story()
+    story.write_behind("abcdefghi")
+    story.write_behind("wx")
+    assert on_nvme(story) == ["w", "wx"]
+
+
+def test_what_was_given_up_goes_down_when_it_is_asked_for_again() -> None:
+    story = short_story()
+    story.write_behind("abcdefgh")
+    story.world.run_quietly(RemainsErased(TierName.NVME, 2))
+    story.world.finish_work()
+    assert on_nvme_of(story, "abcdefgh") == 4
+    story.use("abcdefgh")
+    story.tick(0.1)
+    story.world.finish_work()
+    assert on_nvme_of(story, "abcdefgh") == 8
+
+
+def test_a_block_that_follows_what_was_given_up_brings_it_along() -> None:
+    story = short_story()
+    story.write_behind("abcdef")
+    story.world.run_quietly(RemainsErased(TierName.NVME, 2))
+    story.write_behind("abcdefg")
+    assert on_nvme_of(story, "abcdefg") == 7
+
+
+def test_the_segment_with_the_parent_is_passed_over() -> None:
+    story = TieredStory(segment_count=2)
+    fill(story)
+    story.write_behind("abcdk")
+    assert on_nvme(story) == ["a", "ab", "abc", "abcd", "abcdk"]
+    assert story.counts.written_bytes // SLOT_BYTES == 9
+
+
+def test_who_waits_for_a_segment_that_is_erased_gets_it_without_another_call() -> None:
+    """Both are held; what waits has its parent nowhere."""
+    story = TieredStory(segment_count=2)
+    for segment in (0, 1):
+        assert isinstance(story.world.run(HoldRemains(TierName.NVME, segment)), ins.RemainsHeld)
+    story.write_behind("ab")
+    assert on_nvme(story) == []
+    story.world.run_quietly(RemainsErased(TierName.NVME, 0))
+    story.world.finish_work()
+    assert on_nvme(story) == ["a", "ab"]
+
+
+def test_a_chain_that_does_not_fit_keeps_others_waiting_no_longer() -> None:
+    """Its last block asks for all of them at once, and stands before the others."""
+    story = short_story()
+    story.write_behind("abcdefghi")
+    story.write_behind("wx")
+    story.write_behind("abcdefghij")
+    assert on_nvme(story) == ["a", "ab", "w", "wx"]
+    story.write_behind("stuv")
+    assert on_nvme(story) == ["s", "st", "stu", "stuv"]

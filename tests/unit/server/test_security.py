@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import Forbidden, Unauthenticated
-from kvtier.server.security import ACCESS, Tokens
+from kvtier.server.security import ACCESS, Peer, Rights, Tokens
 from kvtier.types import Role, SessionId
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -59,3 +59,17 @@ def test_greeted_session_may_ask_but_not_administrate_and_counts_as_used() -> No
     tokens.caller(token, SESSION, now=50.0)
     assert tokens.greeted_before(50.0) == []
     assert [one.token for one in tokens.greeted_before(50.1)] == [token]
+
+
+def test_a_token_is_worth_no_more_than_its_bearer_is_now() -> None:
+    """Whose certificate was moved to another list since."""
+    tokens = Tokens()
+    before = Peer("red", None, Rights.ENGINE, certificate="dns:a")
+    now = Peer("red", None, Rights.READER, certificate="dns:a")
+    token = tokens.issue(
+        SessionId(1), Role.TOOL, before, by_value=True, greeted=True, now=10.0
+    ).token
+    tokens.caller(token, ACCESS["Put"], before, now=11.0)
+    with pytest.raises(Forbidden, match="you are a reader"):
+        tokens.caller(token, ACCESS["Put"], now, now=11.0)
+    tokens.caller(token, ACCESS["Get"], now, now=11.0)

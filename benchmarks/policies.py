@@ -233,7 +233,7 @@ Written by `python -m benchmarks.policies` from [its results](../benchmarks/resu
 Only leaves are ever evicted, whatever the policy. Belady, who knows the future, bounds them all.
 
 `curves` is there for caches that are small beside what is asked for. With one kind of request it is `lru`. Why it is
-not the default yet: [ADR 0017](decisions/0017-reuse-curves.md). It remembers at least a million blocks (21 bytes each,
+not the default yet: [ADR 0026](decisions/0026-what-curves-cost.md). It remembers at least a million blocks (21 bytes each,
 16 times as many as fit in memory if that is more), of every namespace.
 
 It is guarded: two shadow caches see the same sample of the chains (one of 16 to 64), one evicts by the curves and one

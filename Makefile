@@ -54,6 +54,7 @@ bench: setup ## The benchmarks; writes benchmarks/results and docs/benchmarks.md
 	$(BIN)/kvtier bench transfer --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/transfer.json
 	$(BIN)/kvtier bench daemon --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/daemon.json
 	$(BIN)/kvtier bench churn --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/churn.json
+	$(BIN)/kvtier bench policy --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/policy.json
 	$(BIN)/kvtier bench nvme --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/nvme.json
 	$(BIN)/kvtier bench recovery --slots 1000000 --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/recovery.json
 	$(BIN)/kvtier bench restart --json > $(VENV)/result.json && mv $(VENV)/result.json benchmarks/results/restart.json

@@ -15,7 +15,7 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RIVALS = RESULTS / "rivals.json"
 RIVALS_PLOT = ROOT / "docs" / "rivals.svg"
 NAMES = (
-    *("match", "transfer", "daemon", "churn", "nvme", "recovery", "restart", "tiers"),
+    *("match", "transfer", "daemon", "churn", "policy", "nvme", "recovery", "restart", "tiers"),
     *("engine_prefill", "vllm_ttft"),
 )
 
@@ -32,6 +32,7 @@ def render() -> str:
         _transfer(results["transfer"]),
         _daemon(results["daemon"]),
         _churn(results["churn"]),
+        _policy(results["policy"]),
         _nvme(results["nvme"]),
         _recovery(results["recovery"]),
         _restart(results["restart"]),
@@ -180,6 +181,49 @@ in ten aborts.
 """
 
 
+def _policy(r: Result) -> str:
+    s = r["settings"]
+    rows = []
+    for tokens in s["block_tokens"]:
+        turns = sorted(r[f"core_percent_turns_{tokens}"])
+        rows += [
+            _row(
+                f"{tokens} tokens a block: `curves` beyond `lru`, of a core at 10,000 blocks/s",
+                f"{r[f'core_percent_{tokens}']:.1f} %",
+                r["targets"][f"core_percent_{tokens}"],
+                " %",
+            ),
+            _row(
+                "of single pairs of turns: the middle half",
+                f"{turns[len(turns) // 4]:.1f} to {turns[-1 - len(turns) // 4]:.1f} %",
+            ),
+            _row(
+                "the daemon's processor time a touched block, `lru`; `curves`",
+                f"{r[f'lru_us_{tokens}']:.1f} µs; {r[f'curves_us_{tokens}']:.1f} µs",
+            ),
+            _row(
+                "blocks a second that were reached, `lru`; `curves`",
+                f"{r[f'lru_rate_{tokens}']:,.0f}; {r[f'curves_rate_{tokens}']:,.0f}",
+            ),
+            _row(
+                "hit ratio, `lru`; `curves`",
+                f"{r[f'lru_hit_ratio_{tokens}']:.3f}; {r[f'curves_hit_ratio_{tokens}']:.3f}",
+            ),
+        ]
+    return f"""## policy: what reuse curves cost the daemon
+
+Two daemons, `lru` and `curves`, each with {s["engines"]} engine processes that play the same conversations at {s["rate"]:,}
+touched blocks a second: match, acquire, release, reserve, commit, in a full pool of {s["pool_blocks"]:,} blocks. They play in
+turns, {s["turns"]} of {s["turn_seconds"]} s each; counted is the processor time of all the daemon's threads. Chains are drawn, so hit ratios say
+nothing of real traffic ([policies.md](policies.md)). Where far fewer blocks a second were reached, others had the
+processors: caches are cold at each call, and processor time a block is more than on a quiet machine.
+
+| figure | value | target | |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+"""
+
+
 def _nvme(r: Result) -> str:
     t = r["targets"]
     rows = []
@@ -315,6 +359,7 @@ kvtier bench match --tokens 131072 --block-tokens 16 --resident 1000000 --json
 kvtier bench transfer --json
 kvtier bench daemon --json
 kvtier bench churn --json
+kvtier bench policy --json
 kvtier bench nvme --json
 kvtier bench recovery --slots 1000000 --json
 kvtier bench restart --json

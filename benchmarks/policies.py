@@ -234,7 +234,7 @@ Written by `python -m benchmarks.policies` from [its results](../benchmarks/resu
 Only leaves are ever evicted, whatever the policy. Belady, who knows the future, bounds them all.
 
 `curves` is there for caches that are small beside what is asked for. With one kind of request it is `lru`. Why it is
-not the default yet: [ADR 0017](decisions/0017-reuse-curves.md). It remembers at least a million blocks (21 bytes each,
+not the default yet: [ADR 0026](decisions/0026-what-curves-cost.md). It remembers at least a million blocks (21 bytes each,
 16 times as many as fit in memory if that is more), of every namespace.
 
 It is guarded: two shadow caches see the same sample of the chains (one of 16 to 64), one evicts by the curves and one
@@ -243,9 +243,9 @@ by age alone, and while age alone has clearly more hits the daemon evicts by age
 
 What it costs: `python -m benchmarks.policy_cost` plays the chat trace on the daemon's core with `lru` and with `curves`
 in turns, and counts CPU time. 600 requests in blocks of 16 tokens took 3.4 microseconds a touched block with `lru` and
-8.0 with `curves`, at load 5 on two cores: at 10,000 such blocks/s `curves` would take some 5 % of a core more. A request
-costs about the same whatever its length, so with blocks of 512 tokens, of which a request has 23, they cost more each:
-21.3 and 32.4 in 3,000 requests at load 5 (its guard off, for the pool had 5,231 blocks).
+4.3 with `curves`, at load 10 on two cores. A request costs about the same whatever its length, so with blocks of 512 tokens,
+of which a request has 23, they cost more each: 17.5 and 25.6 in 3,000 requests at load 10 (its guard off, for the pool had
+5,231 blocks). What `curves` cost a whole daemon: [benchmarks.md](benchmarks.md#policy-what-reuse-curves-cost-the-daemon).
 
 The tables give the prefix hit ratio: blocks of each request's longest resident prefix, of all blocks asked for. Sizes
 are in percent of the different blocks; – is not measured yet.

@@ -1,8 +1,9 @@
-"""`kvtier bench match | transfer | daemon | churn | nvme | recovery | restart | tiers`: measure.
+"""`kvtier bench BENCH`: measure. BENCH is one of match, transfer, daemon, churn, policy, nvme,
+recovery, restart and tiers.
 
 The first four start a private daemon and remove it afterwards, unless --socket names a running one;
-`restart` has one that it kills, the others need none. They work in files of their own, which they
-remove.
+`restart` has one that it kills, `policy` two of its own, the others need none. They work in files
+of their own, which they remove.
 Progress goes to stderr. Exit codes: 0; 1 when something was wrong (bytes, invariants) or, with
 --strict, a target was missed; 2 for a mistake in the arguments; 3 when no daemon answers.
 """
@@ -16,6 +17,7 @@ from kvtier.cli import (
     bench_daemon,
     bench_match,
     bench_nvme,
+    bench_policy,
     bench_recovery,
     bench_restart,
     bench_tiers,
@@ -28,12 +30,13 @@ _BENCHES = {
     "transfer": (bench_transfer, "offload and onboard speed against memcpy"),
     "daemon": (bench_daemon, "start, memory and idle processor time"),
     "churn": (bench_churn, "many clients, little room: calls a second, hits, invariants"),
+    "policy": (bench_policy, "processor time of eviction by reuse curves, beside LRU's"),
     "nvme": (bench_nvme, "the NVMe tier's own path against fio, on a file beside your data"),
     "recovery": (bench_recovery, "time to read the slot table of a large NVMe pool"),
     "restart": (bench_restart, "time to have a million blocks in memory again after a kill"),
     "tiers": (bench_tiers, "every tier beside its raw medium or its engine's own client"),
 }
-_WITHOUT_DAEMON = {"nvme", "recovery", "restart", "tiers"}
+_WITHOUT_DAEMON = {"policy", "nvme", "recovery", "restart", "tiers"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

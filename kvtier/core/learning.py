@@ -38,6 +38,10 @@ def keys_of(hashes: Sequence[BlockHash], start: int = 0, salt: bytes = b"") -> K
         start = 0
     # Packed ones are not cut into hashes for this: they may be 100,000.
     joined = hashes.packed if isinstance(hashes, PackedHashes) else b"".join(hashes)
+    if len(joined) % (_KEY_BYTES * len(hashes)) == 0:
+        words = np.frombuffer(joined, dtype=np.uint64).reshape(len(hashes), -1)
+        last: Keys = words[start:, -1]
+        return last
     packed = np.frombuffer(joined, dtype=np.uint8).reshape(len(hashes), -1)[start:]
     keys: Keys = np.ascontiguousarray(packed[:, -_KEY_BYTES:]).view(np.uint64)[:, 0]
     return keys
@@ -63,8 +67,8 @@ class IndexedBlocks:
 
     def keys_of(self, rows: Rows) -> Keys:
         hash_of = self._index.hash_of
-        found = [cast(BlockHash, hash_of[row]) for row in rows.tolist()]
-        return keys_of(found, salt=self._salt)
+        found = [hash_of[row] for row in rows.tolist()]
+        return keys_of(cast(list[BlockHash], found), salt=self._salt)
 
     def parents_of(self, rows: Rows) -> Rows:
         return self._index.parent[rows]

@@ -128,7 +128,8 @@ class Leaves:
                 else:
                     self._passed.add(row)
                 if verdict is Evictable.YES:
-                    chain = self._alike(chain_of(row, count), self._rival(offer, heap))
+                    rival = self._rival(offer, heap, may_evict)
+                    chain = self._alike(chain_of(row, count), rival)
                     count -= len(chain)
                     yield chain
                 self._push_fresh()
@@ -160,26 +161,29 @@ class Leaves:
         first = int(unlike.argmax())
         return chain[:first] if unlike[first] else chain
 
-    def _rival(self, offer: Offer, heap: list[Offer]) -> int | None:
+    def _rival(self, offer: Offer, heap: list[Offer], may_evict: MayEvict) -> int | None:
         """Of the other leaves of this time that are worth as little the first one; of equal ones
         the lowest row goes first. -1 where that is not so simple."""
         _, used_at, row, kind = offer
         is_oldest = self._rows[2 * kind + OLDEST] == row
-        rows = self._same_time(kind, OLDEST if is_oldest else YOUNGEST, used_at)
+        rows = self._same_time(kind, OLDEST if is_oldest else YOUNGEST, used_at, may_evict)
         if rows and not is_oldest:
             return -1  # The youngest of a class is the highest row.
         if heap and heap[0][:2] == offer[:2]:
             rows.append(heap[0][2])
         return min(rows, default=None)
 
-    def _same_time(self, kind: int, which: int, used_at: float) -> list[int]:
-        """Other leaves of the candidate's time; of many some, with the one that goes first."""
+    def _same_time(self, kind: int, which: int, used_at: float, may_evict: MayEvict) -> list[int]:
+        """Other leaves of the candidate's time that may go; of many some, with the one that goes
+        first."""
         entries, sign = self._heaps[kind][which], -1 if which == YOUNGEST else 1
-        found, places = [], [1, 2]  # Behind the candidate's own.
+        mine, found, places = sign * entries[0][1], [], [1, 2]  # Behind the candidate's own.
         for place in places:
             if place < len(entries) and entries[place][0] == sign * used_at:
                 row = sign * entries[place][1]
-                if row != sign * entries[0][1] and self._counts(used_at, row, kind):
+                is_other = row != mine and self._counts(used_at, row, kind)
+                # As a rule the block that this chain grew from, which was a leaf before.
+                if is_other and may_evict(row) is Evictable.YES:
                     found.append(row)
                 else:
                     places += [2 * place + 1, 2 * place + 2]

@@ -100,7 +100,7 @@ class CurvesPolicy:
         self._make_room(int(rows.max()) + 1)
         keys = self._blocks.keys_of(rows)
         places, known = self._history.find(keys)
-        if not known.all():
+        if np.count_nonzero(known) < len(known):  # Several times as fast as all().
             fresh = ~known
             places[fresh] = self._inherit(rows, keys[fresh], places[fresh], now)
         self._keys[rows] = keys
@@ -233,7 +233,10 @@ class CurvesPolicy:
         if uses.item(0) <= request.turn + 1:  # Along a chain the uses fall.
             return kind
         shared = self._classes.of_shared(request.tenant, uses.item(0))
-        return np.where(uses > request.turn + 1, shared[_LOG2[uses]], np.int16(kind))
+        kinds = np.full(len(uses), kind, np.int16)
+        many = (uses > request.turn + 1).nonzero()[0]  # As a rule few.
+        kinds[many] = shared[_LOG2[uses[many]]]
+        return kinds
 
     def _inherit(self, rows: Rows, keys: Keys, places: Places, now: float) -> Places:
         """Blocks nobody has asked for: the engine's answer, which goes on with the request."""

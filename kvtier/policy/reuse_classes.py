@@ -68,7 +68,8 @@ class ClassTable:
         gap = (
             0 if request.gap_seconds is None else 1 + bisect_right(GAP_SECONDS, request.gap_seconds)
         )
-        return self._of_name((request.tenant, turn, new, gap, _UNTOLD))
+        name = (request.tenant, turn, new, gap, _UNTOLD)
+        return self._numbers.get(name) or self._of_name(name)
 
     def of_turn_kind(self, kinds: npt.NDArray[np.int16], turn_kind: int) -> npt.NDArray[np.int16]:
         """The same classes, but of turns of this kind; those of shared blocks and ended sessions

@@ -77,7 +77,7 @@ class ReuseHistory:
         found, forgotten = self._claim_once(keys, sets, now)
         for _ in range(WAYS - 1):
             lost = self._keys[found] != keys  # To another one of these.
-            if not lost.any():
+            if not np.count_nonzero(lost):
                 break
             self.count -= int(lost.sum())
             found[lost], more = self._claim_once(keys[lost], sets[lost], now)
@@ -91,11 +91,11 @@ class ReuseHistory:
         return found, forgotten
 
     def _claim_once(self, keys: Keys, sets: Places, now: float) -> tuple[Places, Waits | None]:
-        places = sets * WAYS + self._used_at_by_set[sets].argmin(axis=1)
-        used_at = self.used_at[places]
+        places = sets * WAYS + self._used_at_by_set.take(sets, axis=0).argmin(axis=1)
+        used_at = self.used_at.take(places)
         self._keys[places], self.used_at[places] = keys, now
         taken, forgotten = used_at > 0, None
-        if taken.any():
+        if np.count_nonzero(taken):
             taken &= self._keys[places] == keys  # One of several that chose the same place.
             forgotten = Waits(used_at[taken], self.kind[places[taken]])
             self.count -= len(forgotten.kind)

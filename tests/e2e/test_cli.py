@@ -271,6 +271,21 @@ def test_bench_churn_finds_no_wrong_block(temp: Path) -> None:
     assert found["evicted_blocks"] > 0, "the pool is too large to show evictions"
 
 
+def test_bench_policy_measures_both_daemons_under_eviction(temp: Path) -> None:
+    sizes = ("--turns", 2, "--turn-seconds", 1, "--warm-turns", 2, "--engines", 1)
+    found = bench("policy", "--block-tokens", 64, "--pool-blocks", 2048, *sizes, temp=temp)
+    assert found["violations"] == []
+    assert found["targets"]["core_percent_64"]["at_most"] == 5.0
+    assert len(found["core_percent_turns_64"]) == 2
+    for policy in ("lru", "curves"):
+        assert found[f"{policy}_us_64"] > 0
+        assert found[f"{policy}_hit_ratio_64"] > 0
+        assert found[f"{policy}_evicted_blocks_64"] > 2048, "the pool was not full"
+        assert found[f"{policy}_refused_blocks_64"] == 0
+    orders = [found[f"{policy}_order_64"] for policy in ("lru", "curves")]
+    assert orders == ["", "unguarded"], "they are not daemons of these policies"
+
+
 def test_a_missed_target_fails_a_strict_benchmark(daemon: RunningDaemon) -> None:
     done = kvtier(
         *("bench", "match", "--tokens", 1024, "--resident", 200, "--chains", 9),

@@ -96,3 +96,22 @@ def test_chains_go_at_a_time_as_their_blocks_would_one_by_one() -> None:
     one_by_one = victims(alone)
     assert len(one_by_one) > 1000
     assert victims(None) == one_by_one
+
+
+def test_block_that_a_chain_grew_from_does_not_part_it() -> None:
+    leaves = Leaves()
+    leaves.make_room(64)
+    first, more = np.arange(20), np.arange(20, 40)
+    leaves.insert(first, np.full(20, 1.0), np.ones(20, np.int16))
+    leaves.add(19)  # It was a leaf, and nobody says that it is none any more.
+    leaves.move(first, 2.0, 1)
+    leaves.insert(more, np.full(20, 2.0), np.ones(20, np.int16))
+    leaves.add(39)
+    leaves.insert(np.array([50]), np.full(1, -8.0), np.ones(1, np.int16))
+    leaves.add(50)  # The oldest, and worth more.
+
+    def may_evict(row: int) -> Evictable:
+        return Evictable.YES if row in (39, 50) else Evictable.INNER
+
+    parts = leaves.nominate(40, may_evict, lambda row, count: range(row, -1, -1), ByKind())
+    assert [len(rows) for rows in parts] == [40]

@@ -425,6 +425,8 @@ class PurgeMachine(RuleBasedStateMachine):
         self.world.start(EraseBegun(self.world.namespaces[namespace].fingerprint, namespace))
 
     def end_life(self, kept: int, is_table_written: bool) -> None:
+        """By kill -9: blocks that were written stay so, the table may lag behind."""
+        self.disk.sync()
         if is_table_written:
             self.disk.write_table()
             self.disk.sync()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import guard_day
 from kvtier.server.policies import OURS
 from kvtier.sim.belady import replay_belady
 from kvtier.sim.replay import replay_policy
@@ -167,7 +168,7 @@ def render(results: Result) -> str:
     tables = "\n".join(_table(name, results[name]) for name in TITLES if name in results)
     absent = [TITLES[name].split(":")[0] for name in TITLES if name not in results]
     note = f"Not measured yet: {', '.join(absent)}.\n\n" if absent else ""
-    return f"{_INTRODUCTION}{note}{tables}{_differences(results)}{_tiers_table(results.get('two_tiers', {}))}{_METHOD}"
+    return f"{_INTRODUCTION}{note}{tables}{_differences(results)}{_tiers_table(results.get('two_tiers', {}))}{guard_day.section()}{_METHOD}"
 
 
 def _differences(results: Result) -> str:

@@ -196,7 +196,7 @@ class Guard:
         if self.order is not EvictionOrder.UNGUARDED:
             if plain > BETTER_RATIO * learned:
                 self.order = EvictionOrder.BY_AGE
-            elif learned >= plain:
+            elif learned > plain:  # A window without hits tells nothing.
                 self.order = EvictionOrder.LEARNED
         self._window_from, self._hits_before = now, self.hit_counts
 

@@ -6,6 +6,7 @@ after it, for as long as the policy keeps it; evicted are leaves only, as the ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +60,13 @@ class TracedBlocks:
         return self._parent[rows]
 
 
-def replay_policy(trace: Trace, make_policy: PolicyMaker, capacity_blocks: int) -> ReplayResult:
+def replay_policy(
+    trace: Trace,
+    make_policy: PolicyMaker,
+    capacity_blocks: int,
+    on_request: Callable[[float, int], None] = lambda at, hit_count: None,
+) -> ReplayResult:
+    """`on_request` is told, after each, when it came and how many hits there have been."""
     policy = make_policy(TracedBlocks(trace, capacity_blocks))
     tier = _Tier(trace, policy, capacity_blocks)
     learning = policy if isinstance(policy, LearningPolicy) else None
@@ -71,6 +78,7 @@ def replay_policy(trace: Trace, make_policy: PolicyMaker, capacity_blocks: int) 
             work = learning.begin_refit()
             if work is not None:
                 learning.end_refit(work())
+        on_request(now, tier.hit_count)
     return ReplayResult(trace.access_count, tier.hit_count)
 
 

@@ -73,6 +73,16 @@ def test_what_was_learned_gives_way_where_age_alone_has_more_hits() -> None:
     assert guarded(AgeAlone(), 8000).order is EvictionOrder.LEARNED
 
 
+@pytest.mark.usefixtures("few")
+def test_windows_without_hits_do_not_bring_back_what_has_lost() -> None:
+    found = guarded(Youngest(), 8000)
+    hits = found.hit_counts
+    for number in range(4000, 4000 + 5 * int(3 * guard.WINDOW_SECONDS)):
+        found.on_request(chain(number), 0, 0.2 * number, 1)
+    assert found.hit_counts == hits
+    assert found.order is EvictionOrder.BY_AGE
+
+
 def test_guard_is_off_where_a_sample_would_be_too_small() -> None:
     assert guarded(Youngest(), 8000).order is EvictionOrder.UNGUARDED
 

@@ -70,6 +70,9 @@ class FakeDisk:
     readable: bool = True
     is_volatile: bool = False
     is_direct: bool = False  # Engines may be leased its slots as they are.
+    is_written_ahead: bool = (
+        False  # The table, of what is written over former lives: a kill's view.
+    )
     stamps: dict[int, Stamp] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
     headers: dict[int, SegmentHeader] = field(default_factory=dict)
@@ -142,6 +145,8 @@ class FakeDisk:
             for slot in self._slots_of(header.segment):
                 self.rows.pop(slot, None)
                 self._used.discard(slot)
+        if self.is_written_ahead:
+            self.write_table()
 
     def begin_write(self, slot: int, fingerprint: bytes) -> None:
         """The slot is about to be written: once in the life of its segment."""

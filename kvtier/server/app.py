@@ -123,7 +123,7 @@ async def run_daemon(
     config: Config,
     plan: Plan,
     open_driver: OpenDriver,
-    read_again: Callable[[], Config] | None,
+    read_again: Callable[[], Config] | None = None,
 ) -> int:
     """From binding the sockets to the last line of the log; the exit code."""
     parts = await build(config, plan, open_driver)

@@ -80,7 +80,7 @@ def test_a_wait_that_is_not_ended_in_time_releases_its_lease_and_keeps_the_sessi
     with Stall() as stall, pytest.raises(Unavailable, match="wait"):
         client.acquire(namespace, hashes(2), wait_seconds=0.1)
     took = time.monotonic() - started
-    assert 0.5 <= took <= 0.52 + stall.seconds
+    assert 0.5 <= took <= 0.65 + stall.seconds
     assert client.session == session, "the breaker is open"
     eventually(lambda: daemon.ended_leases == [9])
     eventually(lambda: daemon.cancelled_count == 1)

@@ -235,7 +235,8 @@ Only leaves are ever evicted, whatever the policy. Belady, who knows the future,
 
 `curves` is there for caches that are small beside what is asked for. With one kind of request it is `lru`. Why it is
 not the default yet: [ADR 0026](decisions/0026-what-curves-cost.md). It remembers at least a million blocks (21 bytes each,
-16 times as many as fit in memory if that is more), of every namespace.
+16 times as many as fit in memory if that is more), of every namespace: a pool of a million blocks took 957 bytes a block in
+the daemon, and 293 with `lru`.
 
 It is guarded: two shadow caches see the same sample of the chains (one of 16 to 64), one evicts by the curves and one
 by age alone, and while age alone has clearly more hits the daemon evicts by age. A shadow needs 1,000 blocks, so memory

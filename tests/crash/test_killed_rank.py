@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ from tests.support.rank_process import RankProcess, pattern
 BLOCKS = 16
 PAUSE_SECONDS = 0.002
 RANKS = 2
+REQUEST_BLOCKS = 4
+REPORTS = RANKS * BLOCKS // REQUEST_BLOCKS  # When all is stored.
 
 
 class Engine:
@@ -36,6 +39,7 @@ class Engine:
 
     def __init__(self, daemon: RunningDaemon, seed: int) -> None:
         engine_id = os.urandom(16)
+        self.report_count = 0
         self.ranks = [
             RankProcess(daemon.socket, engine_id, Place(n, RANKS, n), seed, PAUSE_SECONDS)
             for n in range(RANKS)
@@ -58,12 +62,18 @@ class Engine:
             for rank in self.ranks:
                 rank.start(plan)
         reports = [result for rank in self.ranks for result in rank.reports()]
+        self.report_count += len(reports)
         self.scheduler.on_results(reports)  # type: ignore[arg-type]
         time.sleep(0.001)
 
+    def has_reported(self, count: int) -> bool:
+        """After one more step."""
+        self.step()
+        return self.report_count >= count
+
     def store(self, hashes: Sequence[bytes]) -> None:
         """In requests of a few blocks: some end before the kill, some are cut short by it."""
-        for last in range(4, len(hashes) + 1, 4):
+        for last in range(REQUEST_BLOCKS, len(hashes) + 1, REQUEST_BLOCKS):
             name = f"r{last}"
             self.scheduler.on_new_request(name, hashes[:last])
             self.scheduler.on_blocks_full(name, hashes[:last], list(range(last)))
@@ -109,9 +119,9 @@ def test_rank_killed_in_mid_store_leaves_no_half_block(daemon: RunningDaemon) ->
             hashes = numbered_chain(BLOCKS, f"{number} ")
             engine = Engine(daemon, number)
             engine.store(hashes)
-            ends_at = time.monotonic() + rng.uniform(0.5, 3.0) * BLOCKS * PAUSE_SECONDS
-            while time.monotonic() < ends_at:
-                engine.step()
+            wanted_count = rng.randrange(REPORTS)
+            eventually(partial(engine.has_reported, wanted_count), "the ranks store", step=0.0)
+            time.sleep(rng.uniform(0.0, 2.0) * PAUSE_SECONDS)  # In the middle of some block.
             engine.ranks[number % RANKS].kill()
             killed = engine.ranks.pop(number % RANKS)
             for _ in range(20):  # The other one copies on, and its reports arrive.
@@ -125,5 +135,6 @@ def test_rank_killed_in_mid_store_leaves_no_half_block(daemon: RunningDaemon) ->
     state_finding(
         f"{round_count} kills of a rank, {cut_short} in mid-store; {whole} blocks seen, all whole"
     )
-    assert cut_short >= round_count // 4, "hardly a rank was killed in mid-store"
+    assert whole > 0
+    assert cut_short >= round_count // 3, "hardly a rank was killed in mid-store"
     assert whole >= round_count, "hardly a block was stored"

@@ -374,6 +374,7 @@ def test_a_caller_that_is_cancelled_gets_its_views_back_untouched_from_then_on()
 
     async def work(rig: RemoteRig, shelf: Shelf) -> None:
         await rig.put(range(4))
+        cancelled_count = 0
         for moment in range(16):
             # Now and then one group is under way while another is decoded.
             shelf.delay_seconds = 0.005 * (moment % 2)
@@ -381,12 +382,15 @@ def test_a_caller_that_is_cancelled_gets_its_views_back_untouched_from_then_on()
             blocks = [BlockViews(hash_of(n), shards_of(place[n])) for n in range(4)]
             getting = asyncio.ensure_future(rig.blocks.get(blocks, timeout_seconds=5.0))
             await asyncio.sleep(0.001 * moment)
-            getting.cancel()
+            if not getting.cancel():  # A busy machine woke us when it was over.
+                continue
+            cancelled_count += 1
             with pytest.raises(asyncio.CancelledError):
                 await getting
             before = place.copy()
             await asyncio.sleep(0.04)
             assert np.array_equal(place, before)
+        assert cancelled_count >= 4
 
     play(work, codec=CodecId.PLANES_ZSTD, payload_bytes=4 << 20)
 

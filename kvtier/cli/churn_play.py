@@ -14,9 +14,9 @@ from typing import TypeVar
 import numpy as np
 
 from kvtier.cli.connect import TOOL_SETTINGS, open_namespace
-from kvtier.cli.peer import Order, serve
+from kvtier.cli.peer import Order, serve_engine
 from kvtier.client.client import Client
-from kvtier.errors import KVTierError, StaleSlot, TierFull, Unavailable
+from kvtier.errors import StaleSlot, TierFull, Unavailable
 from kvtier.namespace import NamespaceSpec
 from kvtier.types import CommitOutcome, Role
 
@@ -140,20 +140,9 @@ class _Engine:
         raise TierFull("the daemon gives no slots: raise --pool-bytes")
 
 
-class _Orders:
-    """Two orders: open, play."""
-
-    def __init__(self) -> None:
-        self._engine: _Engine | None = None
-
-    def handle(self, order: Order) -> Order:
-        if order["what"] == "open":
-            self._engine = _Engine(order)
-            return {}
-        if self._engine is None:
-            raise KVTierError("open comes first")
-        self._engine.play(float(str(order["seconds"])))
-        return {"counts": dict(self._engine.counts), "times_ms": self._engine.times_ms}
+def _play(engine: _Engine, order: Order) -> Order:
+    engine.play(float(str(order["seconds"])))
+    return {"counts": dict(engine.counts), "times_ms": engine.times_ms}
 
 
 @cache
@@ -180,4 +169,4 @@ def _spec_of(block_bytes: int, salt: str) -> NamespaceSpec:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_Orders().handle))
+    sys.exit(serve_engine(_Engine, _play))

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import TypeVar, cast
 
 from kvtier.cli.private_daemon import end_process
 from kvtier.errors import KVTierError, Unavailable
 
 Order = dict[str, object]
+E = TypeVar("E")
 
 
 class Peer:
@@ -77,3 +78,19 @@ def serve(handle: Callable[[Order], Order]) -> int:
         sys.stderr.write(f"kvtier: {type(error).__name__}: {error}\n")
         return 1
     return 0
+
+
+def serve_engine(open_engine: Callable[[Order], E], play: Callable[[E, Order], Order]) -> int:
+    """As `serve`, of two orders: "open", which makes the engine, and "play"."""
+    engine: E | None = None
+
+    def handle(order: Order) -> Order:
+        nonlocal engine
+        if order["what"] == "open":
+            engine = open_engine(order)
+            return {}
+        if engine is None:
+            raise KVTierError("open comes first")
+        return play(engine, order)
+
+    return serve(handle)

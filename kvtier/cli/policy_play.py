@@ -11,10 +11,10 @@ from kvtier.cli.bench_fill import spec_of
 from kvtier.cli.bench_talks import Talks
 from kvtier.cli.bench_tree import HASH_BYTES
 from kvtier.cli.connect import TOOL_SETTINGS, open_namespace
-from kvtier.cli.peer import Order, serve
+from kvtier.cli.peer import Order, serve_engine
 from kvtier.client.client import Client
 from kvtier.client.values import Reservation
-from kvtier.errors import KVTierError, TierFull, Unavailable
+from kvtier.errors import TierFull, Unavailable
 from kvtier.types import Role
 
 _STOCK_BLOCKS = 256  # Slots reserved ahead, as the connector does.
@@ -104,23 +104,11 @@ class _Engine:
         raise TierFull("the daemon gives no slots: raise --pool-blocks")
 
 
-class _Orders:
-    """Two orders: open, play."""
-
-    def __init__(self) -> None:
-        self._engine: _Engine | None = None
-
-    def handle(self, order: Order) -> Order:
-        if order["what"] == "open":
-            self._engine = _Engine(order)
-            return {}
-        if self._engine is None:
-            raise KVTierError("open comes first")
-        self._engine.counts.clear()
-        rate = float(str(order["blocks_per_second"]))
-        self._engine.play(float(str(order["seconds"])), rate)
-        return {"counts": dict(self._engine.counts)}
+def _play(engine: _Engine, order: Order) -> Order:
+    engine.counts.clear()
+    engine.play(float(str(order["seconds"])), float(str(order["blocks_per_second"])))
+    return {"counts": dict(engine.counts)}
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_Orders().handle))
+    sys.exit(serve_engine(_Engine, _play))

